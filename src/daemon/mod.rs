@@ -1,0 +1,3 @@
+//! Who KEEPS a cache alive: the detached process, its control socket, its leases.
+
+pub mod config;

@@ -1,0 +1,1 @@
+//! Pure arithmetic: which bytes of which file go where. No I/O.
