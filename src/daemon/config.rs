@@ -47,55 +47,16 @@ pub struct Tuning {
     pub workers: u32,
     /// The unit that a worker takes at a time, in bytes.
     pub chunk_bytes: u64,
-    /// Which engine.
-    pub engine: EngineChoice,
+    /// `auto`, `io-uring` or `threads`.
+    pub engine: String,
     /// Reads in flight per worker; `None`: the engine's default.
     pub queue_depth: Option<u32>,
     /// Bytes of one read; `None`: the default.
     pub read_bytes: Option<u64>,
-    /// Whether to bypass the page cache.
-    pub direct: DirectChoice,
-    /// What holds the bytes.
-    pub backing: BackingChoice,
-}
-
-/// `--engine`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum EngineChoice {
-    /// io_uring where the kernel permits it, else threads.
-    #[default]
-    Auto,
-    /// Batched io_uring submission.
-    IoUring,
-    /// `pread` on threads.
-    Threads,
-}
-
-/// `--direct`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum DirectChoice {
-    /// From the page cache what is there, the rest with O_DIRECT where that is possible and not slower.
-    #[default]
-    Auto,
-    /// O_DIRECT for everything; an error where it is refused.
-    Always,
-    /// Through the page cache.
-    Never,
-}
-
-/// `--backing`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum BackingChoice {
-    /// memfd where readers' maps of it are aligned, else tmpfs where it can be had, else memfd.
-    #[default]
-    Auto,
-    /// Sealed memfds.
-    Memfd,
-    /// Files on a private read-only huge-page tmpfs.
-    Tmpfs,
+    /// Whether to bypass the page cache: `auto`, `always` or `never`.
+    pub direct: String,
+    /// What holds the bytes: `auto`, `memfd` or `tmpfs`.
+    pub backing: String,
 }
 
 /// What a load may take.
