@@ -260,16 +260,18 @@ impl Worker<'_> {
     }
 
     fn chunk_done(&mut self, active: Active) -> Result<()> {
-        let chunk = active.chunk;
-        let mut parts = active.parts.into_iter().map(|part| part.expect("every part is filled"));
+        let Active { chunk, source, rest, huge_bytes, parts, .. } = active;
+        // What is left to cut is empty, but it would still hold the mapping.
+        drop(rest);
+        let mut parts = parts.into_iter().map(|part| part.expect("every part is filled"));
         let mut window = parts.next().expect("a chunk has at least one part");
         parts.for_each(|part| window.join(part));
         // The last page of a file is read whole: what stands behind its end is nobody's.
         window.as_mut_slice()[chunk.bytes as usize..].fill(0);
-        active.source.forget(chunk.from, chunk.bytes);
-        self.shared.sink.filled(&chunk, window, active.huge_bytes)?;
+        source.forget(chunk.from, chunk.bytes);
+        self.shared.sink.filled(&chunk, window, huge_bytes)?;
         self.shared.watch.advanced(chunk.bytes);
-        drop(active.source);
+        drop(source);
         if self.shared.schedule.chunk_done(chunk.source) {
             self.shared.watch.finished_file();
         }

@@ -72,10 +72,9 @@ impl Backing {
     pub fn choose(choice: Choice, allocated_bytes: u64, files: u64) -> Result<Backing> {
         let memfd = |reason: String| Backing { kind: BackingKind::Memfd, reason };
         let tmpfs = |reason: &str| match private_tmpfs(allocated_bytes, files) {
-            Ok(mounts) => Ok(Backing {
-                kind: BackingKind::Tmpfs(mounts, Mutex::new(())),
-                reason: reason.to_owned(),
-            }),
+            Ok(mounts) => {
+                Ok(Backing { kind: BackingKind::Tmpfs(mounts, Mutex::new(())), reason: reason.to_owned() })
+            }
             Err(refused) => Err((refused.step, refused.cause)),
         };
         match choice {
@@ -105,9 +104,7 @@ impl Backing {
     /// Creates a file of `bytes`. `name` shows in `/proc`: at most [`memfd::NAME_BYTES_MAX`] bytes.
     pub(super) fn create(&self, name: &str, bytes: u64) -> Result<NewFile> {
         let created = match &self.kind {
-            BackingKind::Memfd => {
-                memfd::create(name).map(|writable| NewFile { writable, read_only: None })
-            }
+            BackingKind::Memfd => memfd::create(name).map(|writable| NewFile { writable, read_only: None }),
             BackingKind::Tmpfs(mounts, naming) => {
                 let _alone = naming.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
                 create_unlinked(mounts, &name.replace('/', ":"))
@@ -118,7 +115,8 @@ impl Backing {
             .set_len(bytes)
             .map_err(|cause| Error::os(&format!("give a memory file {bytes} bytes"), &cause))?;
         if matches!(self.kind, BackingKind::Memfd) {
-            memfd::fix_length(&file.writable).map_err(|cause| Error::os("fix the length of a memfd", &cause))?;
+            memfd::fix_length(&file.writable)
+                .map_err(|cause| Error::os("fix the length of a memfd", &cause))?;
         }
         Ok(file)
     }
@@ -135,7 +133,10 @@ impl fmt::Display for Backing {
 
 /// A mount with room for the segments and a little more, so that filling it never meets its limit: a page
 /// that is mapped and cannot be had is a SIGBUS.
-fn private_tmpfs(allocated_bytes: u64, files: u64) -> std::result::Result<namespace::PrivateTmpfs, namespace::Refused> {
+fn private_tmpfs(
+    allocated_bytes: u64,
+    files: u64,
+) -> std::result::Result<namespace::PrivateTmpfs, namespace::Refused> {
     // Within a file's length pages come in whole extents, so each file may take one extent more for a while.
     let slack = files.saturating_add(16).saturating_mul(HUGE_PAGE_BYTES);
     let bytes = allocated_bytes.saturating_add(slack).min(u64::MAX / 2) / PAGE_BYTES * PAGE_BYTES;

@@ -57,7 +57,12 @@ impl OpenSegment {
     /// no writable descriptor left. Its descriptor is the lowest free one from `lowest_descriptor` up.
     ///
     /// All windows must be back.
-    pub(super) fn seal(self, times_of: &Identity, lowest_descriptor: RawFd, huge_bytes: u64) -> Result<Segment> {
+    pub(super) fn seal(
+        self,
+        times_of: &Identity,
+        lowest_descriptor: RawFd,
+        huge_bytes: u64,
+    ) -> Result<Segment> {
         if let Some(mapping) = self.mapping {
             assert!(mapping.unmap().is_ok(), "a segment is sealed after all its windows are back");
         }
@@ -166,7 +171,8 @@ impl Segment {
             .is_ok_and(|flags| !flags.intersects(rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::RDWR));
         let mode = rustix::fs::fstat(&self.file).is_ok_and(|about| about.st_mode & 0o777 == 0o444);
         let read_only_mount = || {
-            rustix::fs::fstatvfs(&self.file).is_ok_and(|about| about.f_flag.contains(StatVfsMountFlags::RDONLY))
+            rustix::fs::fstatvfs(&self.file)
+                .is_ok_and(|about| about.f_flag.contains(StatVfsMountFlags::RDONLY))
         };
         unwritable && mode && (memfd::is_sealed(self.file.as_fd()) || read_only_mount())
     }
