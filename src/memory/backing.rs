@@ -159,7 +159,7 @@ fn maps_of_memfd_are_aligned() -> bool {
         let file = memfd::create("iloader:probe")?;
         let bytes = extents * HUGE_PAGE_BYTES;
         file.set_len(bytes)?;
-        Ok((map::probe_map_address(&file, bytes as usize)? as u64).is_multiple_of(HUGE_PAGE_BYTES))
+        Ok((map::ReaderMap::new(&file, bytes as usize)?.address() as u64).is_multiple_of(HUGE_PAGE_BYTES))
     };
     // By chance one map in 512 is aligned; three in a row are no chance.
     [2, 3, 4].into_iter().all(|extents| aligned(extents).unwrap_or(false))

@@ -84,7 +84,7 @@ mod tests {
                 assert_eq!(cached_pages(&file, 4096, 8192).unwrap(), 2);
             }
             Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
-                println!("skipped: this kernel has no cachestat (Linux 6.5)");
+                crate::skipped("this kernel has no cachestat (Linux 6.5)");
             }
             Err(error) => panic!("{error}"),
         }

@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -208,25 +208,47 @@ impl Window {
     }
 }
 
-/// Where the kernel puts a private read-only map of `bytes` of `file`: the address, after unmapping again.
-pub fn probe_map_address(file: &File, bytes: usize) -> io::Result<usize> {
-    // SAFETY: a new mapping at an address of the kernel's choice, never read, unmapped below.
-    let address = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            bytes,
-            libc::PROT_READ,
-            libc::MAP_PRIVATE,
-            file.as_fd().as_raw_fd(),
-            0,
-        )
-    };
-    if address == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
+/// A file as a stock loader maps it: private, read-only, at an address of the kernel's choice. For
+/// measuring and checking what readers see.
+#[derive(Debug)]
+pub struct ReaderMap {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+impl ReaderMap {
+    /// Maps the first `bytes` of `file`, whose last page may end behind the end of the file.
+    pub fn new(file: &File, bytes: usize) -> io::Result<ReaderMap> {
+        let flags = libc::MAP_PRIVATE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(ReaderMap { start: NonNull::new(start.cast()).expect("mmap does not return null"), bytes })
     }
-    // SAFETY: exactly the mapping made above, to which nothing refers.
-    unsafe { libc::munmap(address, bytes) };
-    Ok(address as usize)
+
+    /// Copies from `offset` on to the whole of `to`. Never a reference into the map: a file that is not
+    /// sealed may change meanwhile (and one that is truncated ends this process with SIGBUS).
+    pub fn copy(&self, offset: usize, to: &mut [u8]) {
+        assert!(offset.checked_add(to.len()).is_some_and(|end| end <= self.bytes));
+        // SAFETY: the source range lies in the mapping that this value owns, `to` is exclusively borrowed,
+        // and the two do not overlap: nothing of ours lives in the mapping.
+        unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr().add(offset), to.as_mut_ptr(), to.len()) }
+    }
+
+    /// Where the kernel put it.
+    pub fn address(&self) -> usize {
+        self.start.as_ptr() as usize
+    }
+}
+
+impl Drop for ReaderMap {
+    fn drop(&mut self) {
+        // SAFETY: exactly the mapping that this value made, into which no reference is handed out.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
 }
 
 #[cfg(test)]

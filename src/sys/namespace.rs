@@ -236,7 +236,7 @@ mod tests {
     fn what_is_opened_read_only_can_not_be_changed() {
         let tmpfs = match private_tmpfs(4 << 20, 16) {
             Ok(tmpfs) => tmpfs,
-            Err(refused) => return println!("skipped: cannot {}: {}", refused.step, refused.cause),
+            Err(refused) => return crate::skipped(format!("cannot {}: {}", refused.step, refused.cause)),
         };
         let create = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
         let writable = rustix::fs::openat(&tmpfs.writable, "a", create, Mode::from(0o444)).unwrap();

@@ -141,7 +141,7 @@ mod tests {
     fn reads_come_back_with_their_windows() {
         let mut ring = match Ring::new(4) {
             Ok(ring) => ring,
-            Err(error) => return println!("skipped: no io_uring here: {error}"),
+            Err(error) => return crate::skipped(format!("no io_uring here: {error}")),
         };
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[7; 10_000]).unwrap();
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn dropping_a_ring_waits_for_its_reads() {
-        let Ok(mut ring) = Ring::new(2) else { return println!("skipped: no io_uring here") };
+        let Ok(mut ring) = Ring::new(2) else { return crate::skipped("no io_uring here") };
         let (reader, mut writer) = std::io::pipe().unwrap();
         let file = Arc::new(File::from(std::os::fd::OwnedFd::from(reader)));
         let window = Mapping::anonymous(4096).unwrap();
