@@ -213,18 +213,18 @@ fn a_view_that_is_not_there_any_more_is_not_withdrawn() {
     let gone = Withdrawn { was_gone: true, ..Withdrawn::default() };
 
     let view = publish();
-    std::fs::rename(&at, home.at("moved")).unwrap();
+    std::fs::rename(&at, home.at("parent/moved")).unwrap();
     assert_eq!(view.withdraw(false).unwrap(), gone);
-    assert_eq!(names_in(&home.at("moved")), ["a"]);
+    assert_eq!(names_in(&home.at("parent/moved")), ["a"]);
 
     let view = publish();
-    std::fs::rename(&at, home.at("moved2")).unwrap();
+    std::fs::rename(&at, home.at("parent/moved2")).unwrap();
     std::fs::create_dir(&at).unwrap();
     std::fs::write(at.join("theirs"), "").unwrap();
     assert_eq!(view.withdraw(true).unwrap(), gone);
     assert_eq!(names_in(&at), ["theirs"]);
 
-    std::fs::remove_dir_all(home.at("parent")).unwrap();
+    std::fs::rename(home.at("parent"), home.at("earlier")).unwrap();
     let view = publish();
     std::fs::rename(home.at("parent"), home.at("elsewhere")).unwrap();
     assert_eq!(view.withdraw(false).unwrap(), gone);
