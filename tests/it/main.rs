@@ -1,0 +1,5 @@
+//! The one integration test binary: a file per story.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod make_model;
