@@ -270,12 +270,13 @@ impl Worker<'_> {
         parts.for_each(|part| window.join(part));
         // The last page of a file is read whole: what stands behind its end is nobody's.
         window.as_mut_slice()[chunk.bytes as usize..].fill(0);
-        source.forget(chunk.from, chunk.bytes);
         self.shared.sink.filled(&chunk, window, huge_bytes)?;
         self.shared.watch.advanced(chunk.bytes);
-        drop(source);
         if self.shared.schedule.chunk_done(chunk.source) {
+            source.forget_all();
             self.shared.watch.finished_file();
+        } else {
+            source.forget(chunk.from, chunk.bytes);
         }
         Ok(())
     }
