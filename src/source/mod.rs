@@ -5,7 +5,12 @@ use std::path::PathBuf;
 
 use crate::manifest::SelectionRules;
 
+pub mod advice;
 pub mod identity;
+mod pattern;
+pub mod select;
+
+pub use select::{BUILT_IN_EXCLUSIONS, select};
 
 /// The files of a model directory that are taken, and why the others are not.
 #[derive(Clone, Debug)]
