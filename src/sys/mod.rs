@@ -1,1 +1,4 @@
 //! sys
+
+pub mod peer;
+pub mod signals;
