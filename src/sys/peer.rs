@@ -61,7 +61,11 @@ fn option<T: PlainOption>(socket: BorrowedFd<'_>, name: i32) -> io::Result<T> {
         }
         value.assume_init()
     };
-    if length as usize == size_of::<T>() { Ok(value) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
+    if length as usize == size_of::<T>() {
+        Ok(value)
+    } else {
+        Err(io::Error::from_raw_os_error(libc::EINVAL))
+    }
 }
 
 /// Set by the first [`keep_only`] of this process.

@@ -27,7 +27,8 @@ impl SignalDescriptor {
         let set = set_of(signals);
         let mask_before = change_mask(libc::SIG_BLOCK, &set)?;
         // SAFETY: -1 asks for a new descriptor; `set` is an initialised set that the call only reads.
-        let descriptor = unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+        let descriptor =
+            unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
         if descriptor < 0 {
             let error = io::Error::last_os_error();
             change_mask(libc::SIG_SETMASK, &mask_before)?;
