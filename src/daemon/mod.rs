@@ -1,3 +1,8 @@
 //! Who KEEPS a cache alive: the detached process, its control socket, its leases.
 
 pub mod config;
+mod connection;
+pub mod leases;
+pub mod listener;
+pub mod load;
+pub mod log;
