@@ -116,6 +116,8 @@ pub fn read<S: Read + AsFd>(
             Ok(0) => return Ok(None),
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // A daemon that ended with our request unread, or that never accepted us.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 wait_until(stream, PollFlags::IN, deadline, "the answer")?;
             }

@@ -87,14 +87,15 @@ pub enum Operation {
     Status {},
     /// One [`Reply::Manifest`]; an error until ready.
     Manifest {},
-    /// [`Reply::Progress`] until [`Reply::Ready`] or an error. The connection is a waiter: see `Cancel`.
+    /// [`Reply::Ready`] or an error, once it is known. The connection is a waiter: see `Cancel`.
     Wait {
-        /// The client is a `start` that was interrupted when it sends `Cancel` on this connection.
+        /// Send [`Reply::Progress`] meanwhile, a few times a second while it changes.
         #[serde(default)]
         progress: bool,
     },
-    /// Sent on a connection that waits: stop the load if nobody else waits for it. The answer is
-    /// [`Reply::Stopping`], or [`Reply::Progress`] where others still wait.
+    /// Sent on a connection that waits: stop the load if nobody else waits for it and it was not started
+    /// to go on by itself (`--no-wait`). The connection waits no more. The answer is [`Reply::Stopping`],
+    /// or [`Reply::Progress`] where the load goes on.
     Cancel {},
     /// [`Reply::Leased`]: a lease for the process at the other end. It lives while the connection or
     /// that process does. An error until ready.
@@ -213,6 +214,9 @@ pub struct Status {
     pub identity: String,
     /// The settings behind the digest, by name, for saying what differs.
     pub settings: std::collections::BTreeMap<String, String>,
+    /// How it was loaded, by name: what another start may ask for otherwise without being another cache.
+    #[serde(default)]
+    pub tuning: std::collections::BTreeMap<String, String>,
     /// Log file.
     pub log: String,
     /// Control socket.

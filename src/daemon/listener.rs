@@ -6,10 +6,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::buffer::spare_capacity;
@@ -106,7 +106,11 @@ impl Watched {
 #[derive(Debug)]
 pub struct Listener {
     epoll: OwnedFd,
-    socket: OwnedFd,
+    /// `None` once nobody can connect any more.
+    socket: Option<OwnedFd>,
+    path: PathBuf,
+    /// Device and inode of the socket's file. No other file gets them while the socket is open.
+    file: (u64, u64),
     signals: SignalDescriptor,
     connections: BTreeMap<ConnectionId, Connection>,
     next_id: ConnectionId,
@@ -125,14 +129,16 @@ impl Listener {
     ///
     /// `signals` become [`Event::Signal`].
     pub fn bind(path: &Path, signals: SignalDescriptor) -> Result<Listener> {
-        let socket = bind_private(path)?;
+        let (socket, file) = bind_private(path)?;
         let failed = |errno: Errno| Error::os("set up the event loop", &errno.into());
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         epoll::add(&epoll, &socket, Watched::Socket.data(), epoll::EventFlags::IN).map_err(failed)?;
         epoll::add(&epoll, &signals, Watched::Signals.data(), epoll::EventFlags::IN).map_err(failed)?;
         Ok(Listener {
             epoll,
-            socket,
+            socket: Some(socket),
+            path: path.to_owned(),
+            file,
             signals,
             connections: BTreeMap::new(),
             next_id: 0,
@@ -143,7 +149,7 @@ impl Listener {
     }
 
     /// Makes [`Event::Load`] of a readable `descriptor`, which stays open as long as this.
-    pub fn watch_load(&self, descriptor: BorrowedFd<'_>) -> Result<()> {
+    pub fn watch_load(&self, descriptor: &impl AsFd) -> Result<()> {
         epoll::add(&self.epoll, descriptor, Watched::Load.data(), epoll::EventFlags::IN)
             .map_err(|errno| Error::os("watch the load", &errno.into()))
     }
@@ -272,7 +278,8 @@ impl Listener {
     /// Accepts what is queued, but no more than a round's worth: others want to be served, too.
     fn accept_all(&mut self) {
         for _ in 0..EVENTS_AT_ONCE {
-            match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            let Some(socket) = &self.socket else { return };
+            match accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(descriptor) => self.admit(descriptor),
                 Err(Errno::MFILE | Errno::NFILE) => return self.refuse_without_descriptors(),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
@@ -283,7 +290,9 @@ impl Listener {
 
     fn refuse_without_descriptors(&mut self) {
         drop(self.spare.take());
-        if let Ok(descriptor) = accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        if let Some(socket) = &self.socket
+            && let Ok(descriptor) = accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+        {
             refuse(descriptor, &too_busy("it has no file descriptor left (see ulimit -n)"));
         }
         self.spare = spare_descriptor();
@@ -398,6 +407,17 @@ impl Listener {
         }
     }
 
+    /// Removes the socket's file where it is still ours, and closes the socket: nobody can connect any more. The
+    /// connections stay.
+    pub fn stop_listening(&mut self) -> Result<()> {
+        let removed = match std::fs::symlink_metadata(&self.path) {
+            Ok(found) if (found.dev(), found.ino()) == self.file => std::fs::remove_file(&self.path),
+            _ => Ok(()),
+        };
+        self.socket = None;
+        removed.map_err(|error| Error::io("remove the socket", &self.path, &error))
+    }
+
     /// Sends what is left of the answers, until `deadline`, and closes everything.
     pub fn finish(mut self, deadline: Instant) {
         self.connections.retain(|_, connection| connection.unread_bytes() > 0);
@@ -416,8 +436,8 @@ impl Listener {
     }
 }
 
-/// The listening socket, mode 0600 before anybody can connect to it.
-fn bind_private(path: &Path) -> Result<OwnedFd> {
+/// The listening socket, mode 0600 before anybody can connect to it; and device and inode of its file.
+fn bind_private(path: &Path) -> Result<(OwnedFd, (u64, u64))> {
     let failed = |error: &io::Error| Error::io("listen at", path, error);
     let address = SocketAddrUnix::new(path).map_err(|errno| failed(&errno.into()))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -431,8 +451,9 @@ fn bind_private(path: &Path) -> Result<OwnedFd> {
         bind(&socket, &address).map_err(|errno| failed(&errno.into()))?;
     }
     std::fs::set_permissions(path, PermissionsExt::from_mode(0o600)).map_err(|error| failed(&error))?;
+    let found = std::fs::symlink_metadata(path).map_err(|error| failed(&error))?;
     listen(&socket, BACKLOG).map_err(|errno| failed(&errno.into()))?;
-    Ok(socket)
+    Ok((socket, (found.dev(), found.ino())))
 }
 
 fn remove_dead_socket(path: &Path) -> Result<()> {

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::control::message::{Progress, ReadCounts};
+use crate::daemon::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::source::DirectoryLink;
@@ -80,6 +81,23 @@ pub struct LoadReport {
     pub read: ReadCounts,
     /// Things the user should know.
     pub warnings: Vec<String>,
+}
+
+/// Takes a view away again; `true` removes its directory too. Gives what was found in it that is not ours.
+pub type Withdraw = Box<dyn FnOnce(bool) -> Result<Vec<String>>>;
+
+/// What the daemon has done by the layers below it.
+pub struct Work {
+    /// Loads, on a thread of its own.
+    pub load: Box<dyn FnOnce(&LoadControl) -> Result<Loaded> + Send>,
+    /// Publishes what was loaded, in one step.
+    pub publish: Box<dyn FnOnce(&Config, &Loaded) -> Result<Withdraw>>,
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Work").finish_non_exhaustive()
+    }
 }
 
 /// The loading thread's line to the daemon.

@@ -6,3 +6,5 @@ pub mod leases;
 pub mod listener;
 pub mod load;
 pub mod log;
+pub mod registered;
+pub mod serve;
