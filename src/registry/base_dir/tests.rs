@@ -187,9 +187,11 @@ fn base_may_be_a_link_of_ones_own_and_so_may_its_parts() {
     let (home, environment) = home();
     let real = home.path().join("real");
     std::fs::create_dir(&real).unwrap();
+    set_mode(&real, 0o700);
     let link = home.path().join("link");
     symlink(&real, &link).unwrap();
     std::fs::create_dir(home.path().join("logs-elsewhere")).unwrap();
+    set_mode(&home.path().join("logs-elsewhere"), 0o700);
     symlink("../logs-elsewhere", real.join("logs")).unwrap();
     let base = BaseDir::prepare(Some(&link), &environment).unwrap();
     assert_eq!(base.path(), link);
