@@ -4,7 +4,27 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::control::message::WireError;
 use crate::manifest::SelectionRules;
+
+/// What a `start` writes to the standard input of the daemon that it spawns.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Orders {
+    /// The number of the inherited descriptor that holds the name's lock.
+    pub lock_descriptor: i32,
+    /// Everything else.
+    pub config: Config,
+}
+
+/// What a spawned daemon says on its standard output, once, before it closes it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Boot {
+    /// It listens and is registered; the load begins.
+    Registered {},
+    /// It did not come so far, and has ended.
+    Failed(WireError),
+}
 
 /// Everything a daemon needs to know. It travels as JSON from `start` to the re-executed program, which
 /// is the same binary, so it has no version. All paths are absolute and UTF-8.
@@ -36,6 +56,8 @@ pub struct Config {
     pub idle_ttl_seconds: Option<f64>,
     /// The load goes on although nobody waits for it: `--no-wait`, or a daemon in the foreground.
     pub loads_unattended: bool,
+    /// The digest of the selection when it was asked for: what is loaded must have the same.
+    pub selection: String,
     /// The digest of source, files, selection and settings: see `Status::identity`.
     pub identity: String,
     /// The settings behind the digest, by name.

@@ -14,13 +14,13 @@ use crate::error::Result;
 use crate::sys::peer::Peer;
 
 /// A request must be complete this long after its first byte, and the first one after the connecting.
-pub const REQUEST_TIME_MAX: Duration = Duration::from_secs(5);
+pub(super) const REQUEST_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// A connection that waits for nothing is closed after this long without a request.
-pub const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
+pub(super) const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// An answer of which nothing is read for this long is given up.
-pub const REPLY_STALL_MAX: Duration = Duration::from_secs(10);
+pub(super) const REPLY_STALL_MAX: Duration = Duration::from_secs(10);
 
 /// What a connection is for, which decides about its limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -83,15 +83,29 @@ pub struct LoadReport {
     pub warnings: Vec<String>,
 }
 
-/// Takes a view away again; `true` removes its directory too. Gives what was found in it that is not ours.
+/// Loads, on a thread of its own.
+pub type Loader = Box<dyn FnOnce(&LoadControl) -> Result<Loaded> + Send>;
+
+/// Publishes what was loaded, in one step.
+pub type Publisher = Box<dyn FnOnce(&Config, &Loaded) -> Result<Published>>;
+
+/// Takes a view away again; `true` removes its directory too. Gives what the user should know.
 pub type Withdraw = Box<dyn FnOnce(bool) -> Result<Vec<String>>>;
+
+/// A view that stands.
+pub struct Published {
+    /// Takes it away again.
+    pub withdraw: Withdraw,
+    /// What the user should know although it stands.
+    pub notes: Vec<String>,
+}
 
 /// What the daemon has done by the layers below it.
 pub struct Work {
-    /// Loads, on a thread of its own.
-    pub load: Box<dyn FnOnce(&LoadControl) -> Result<Loaded> + Send>,
-    /// Publishes what was loaded, in one step.
-    pub publish: Box<dyn FnOnce(&Config, &Loaded) -> Result<Withdraw>>,
+    /// The load.
+    pub load: Loader,
+    /// What follows it.
+    pub publish: Publisher,
 }
 
 impl fmt::Debug for Work {
@@ -115,7 +129,7 @@ pub struct LoadControl {
 #[derive(Debug)]
 pub(super) enum Outcome {
     /// The load ended.
-    Loaded(Result<Loaded>),
+    Loaded(Result<Box<Loaded>>),
     /// The memory was given back.
     Released,
 }
@@ -177,7 +191,7 @@ impl Load {
         });
         let thread_control = Arc::clone(&control);
         let run = move || {
-            let result = catch_unwind(AssertUnwindSafe(|| loader(&thread_control)));
+            let result = catch_unwind(AssertUnwindSafe(|| loader(&thread_control).map(Box::new)));
             thread_control.end(Outcome::Loaded(result.unwrap_or_else(|_| {
                 Err(Error::new(Kind::Failed, "the load stopped at an error of the program itself")
                     .hint("the log says where; please report it"))
@@ -203,7 +217,7 @@ impl Load {
 
     /// Gives the memory of `loaded` back on a thread, because freeing small pages takes a second for
     /// ten gigabytes and the daemon must answer meanwhile. Ends with [`Outcome::Released`].
-    pub(super) fn release(&self, loaded: Loaded) {
+    pub(super) fn release(&self, loaded: Box<Loaded>) {
         let control = Arc::clone(&self.control);
         // Shared, so that the memory is given back here where no thread can be had.
         let shared = Arc::new(Mutex::new(Some(loaded)));

@@ -6,5 +6,7 @@ pub mod leases;
 pub mod listener;
 pub mod load;
 pub mod log;
+pub mod preload;
 pub mod registered;
 pub mod serve;
+pub mod spawn;

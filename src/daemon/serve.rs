@@ -20,7 +20,7 @@ use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply
 use crate::daemon::config::Config;
 use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
 use crate::daemon::listener::{Event, Listener};
-use crate::daemon::load::{Load, LoadReport, Loaded, Outcome, Withdraw, Work};
+use crate::daemon::load::{Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work};
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
@@ -97,8 +97,6 @@ pub fn serve(start: Start) -> Result<()> {
     server.end(ending)
 }
 
-type Publish = Box<dyn FnOnce(&Config, &Loaded) -> Result<Withdraw>>;
-
 struct Server {
     config: Config,
     registered: Registered,
@@ -106,7 +104,7 @@ struct Server {
     log: Log,
     load: Load,
     /// Taken when the load is done.
-    publish: Option<Publish>,
+    publish: Option<Publisher>,
     phase: Phase,
     leases: Leases,
     /// Who waits for readiness, and whether they want to hear how far it is.
@@ -124,7 +122,7 @@ struct Server {
 
 enum Phase {
     Loading,
-    Ready(Box<Resident>),
+    Ready(Resident),
     /// The view is withdrawn; a thread ends the load or gives the memory back, at the latest then.
     Stopping {
         until: Option<Instant>,
@@ -134,7 +132,7 @@ enum Phase {
 
 /// What a ready cache holds.
 struct Resident {
-    loaded: Loaded,
+    loaded: Box<Loaded>,
     withdraw: Withdraw,
     progress: Progress,
 }
@@ -289,14 +287,14 @@ impl Server {
         }
     }
 
-    fn become_ready(&mut self, loaded: Loaded) {
+    fn become_ready(&mut self, loaded: Box<Loaded>) {
         let Some(publish) = self.publish.take() else { return };
-        let withdraw = match publish(&self.config, &loaded) {
-            Ok(withdraw) => withdraw,
+        let Published { withdraw, notes } = match publish(&self.config, &loaded) {
+            Ok(published) => published,
             Err(error) => return self.fail(error),
         };
         let progress = self.load.progress();
-        for warning in &loaded.report.warnings {
+        for warning in loaded.report.warnings.iter().chain(&notes) {
             self.log.line(format_args!("warning: {warning}"));
         }
         let summary = format!(
@@ -307,7 +305,7 @@ impl Server {
         );
         self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
         notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
-        self.phase = Phase::Ready(Box::new(Resident { loaded, withdraw, progress }));
+        self.phase = Phase::Ready(Resident { loaded, withdraw, progress });
         self.idle_since = Instant::now();
         let ready = Reply::Ready { view: self.config.model_dir() };
         for (waiter, _) in std::mem::take(&mut self.waiters) {
@@ -438,14 +436,15 @@ impl Server {
     }
 
     fn lease(&mut self, from: ConnectionId) {
-        if matches!(self.phase, Phase::Ready(_)) && !self.leases.contains(from) {
-            if let Err(error) = self.take_lease(from) {
-                return self.refuse(from, &error);
-            }
+        if matches!(self.phase, Phase::Ready(_))
+            && !self.leases.contains(from)
+            && let Err(error) = self.take_lease(from)
+        {
+            return self.refuse(from, &error);
         }
         let view = self.config.model_dir();
         self.answer_when_ready(from, |resident| {
-            let file = |file: &crate::daemon::load::PublishedFile| Link {
+            let link = |file: &PublishedFile| Link {
                 path: file.path.clone(),
                 bytes: file.bytes,
                 device: file.device,
@@ -454,7 +453,7 @@ impl Server {
             Reply::Leased(Box::new(Leased {
                 view,
                 backing: resident.loaded.report.backing.clone(),
-                links: resident.loaded.links.iter().map(file).collect(),
+                links: resident.loaded.links.iter().map(link).collect(),
             }))
         });
     }
@@ -526,7 +525,7 @@ impl Server {
                 Some(Instant::now() + LOAD_END_MAX)
             }
             Phase::Ready(resident) => {
-                let Resident { loaded, withdraw, .. } = *resident;
+                let Resident { loaded, withdraw, .. } = resident;
                 self.withdraw(withdraw, remove_view);
                 self.load.release(loaded);
                 None
@@ -546,11 +545,7 @@ impl Server {
 
     fn withdraw(&self, withdraw: Withdraw, remove_view: bool) {
         match withdraw(remove_view) {
-            Ok(strange) => {
-                for line in strange {
-                    self.log.line(format_args!("left in the view, because it is not ours: {line}"));
-                }
-            }
+            Ok(notes) => notes.iter().for_each(|note| self.log.line(note)),
             Err(error) => self.log.line(format_args!("the view stays: {}", error.message())),
         }
     }

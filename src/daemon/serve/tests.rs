@@ -82,6 +82,7 @@ fn config(base: &BaseDir, paths: &Paths) -> Config {
         limits: Limits { memory_fraction: 0.9, memory_bytes_max: None, reserve_bytes: 0, force: false },
         idle_ttl_seconds: None,
         loads_unattended: false,
+        selection: "def".to_owned(),
         identity: "abc".to_owned(),
         settings: [("view".to_owned(), "v".to_owned())].into(),
     }
@@ -256,12 +257,13 @@ fn run_daemon(
     let signals = SignalDescriptor::new(&[libc::SIGWINCH]).expect("a descriptor");
     let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
     let keep = Segments { happened: Arc::clone(&happened), socket: PathBuf::from(&config.socket) };
-    let publish = move |_: &Config, _: &Loaded| -> Result<Withdraw> {
+    let publish = move |_: &Config, _: &Loaded| -> Result<Published> {
         happened.lock().expect("no panic").push("published".to_owned());
-        Ok(Box::new(move |remove| {
+        let withdraw: Withdraw = Box::new(move |remove| {
             happened.lock().expect("no panic").push(format!("withdrawn, remove {remove}"));
             Ok(vec!["strange file".to_owned()])
-        }))
+        });
+        Ok(Published { withdraw, notes: Vec::new() })
     };
     let load = move |control: &LoadControl| steered_load(control, &told, || loaded(files, keep));
     is_up.send(()).expect("the test waits");
