@@ -179,7 +179,7 @@ fn cap(mut lines: Vec<String>, lines_max: usize) -> Vec<String> {
 /// the same input. The device is left out for the reason given at [`Identity::differences`].
 pub fn digest(selection: &Selection) -> String {
     let mut hash = Sha256::new();
-    let mut text = |hash: &mut Sha256, bytes: &[u8]| {
+    let text = |hash: &mut Sha256, bytes: &[u8]| {
         hash.update((bytes.len() as u64).to_le_bytes());
         hash.update(bytes);
     };

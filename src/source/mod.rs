@@ -1,13 +1,18 @@
 //! WHAT is read: the selection of a model directory, and how each file of it is told from any other.
 
-mod file;
-mod identity;
-
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 use crate::manifest::SelectionRules;
 
+pub mod advice;
+mod file;
+pub mod identity;
+mod pattern;
+pub mod select;
+
 pub use file::{Direct, Method, SourceFile, changed, check_unchanged};
+pub use select::{BUILT_IN_EXCLUSIONS, select};
 
 /// The files of a model directory that are taken, and why the others are not.
 #[derive(Clone, Debug)]
@@ -24,6 +29,18 @@ pub struct Selection {
     pub excluded: Vec<Excluded>,
     /// What a person should know: skipped sockets, weights without a config.
     pub warnings: Vec<String>,
+}
+
+impl Selection {
+    /// Bytes of the files to load: each distinct inode once, passed-through files not counted.
+    /// Saturates.
+    pub fn bytes(&self) -> u64 {
+        let mut seen = HashSet::with_capacity(self.files.len());
+        self.files
+            .iter()
+            .filter(|file| !file.passthrough && seen.insert((file.identity.device, file.identity.inode)))
+            .fold(0, |sum, file| sum.saturating_add(file.identity.bytes))
+    }
 }
 
 /// One file of a selection.
