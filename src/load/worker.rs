@@ -52,7 +52,8 @@ struct Part {
     index: usize,
     /// Where in the source the next read begins.
     offset: u64,
-    /// Bytes of the source still wanted.
+    /// Bytes of the source in this part, and how many are still wanted.
+    bytes: u64,
     wanted: u64,
     /// What short reads have filled so far.
     filled: Option<Window>,
@@ -146,7 +147,8 @@ impl Worker<'_> {
             self.cutting = None;
         }
         let file = Arc::clone(active.source.descriptor(method));
-        let part = Part { active: slot, index, offset, wanted, filled: None, method, retries: 0 };
+        let part =
+            Part { active: slot, index, offset, bytes: wanted, wanted, filled: None, method, retries: 0 };
         self.parts[token] = Some(part);
         Ok(Some(Read { token: token as u64, file, offset, window }))
     }
@@ -248,7 +250,7 @@ impl Worker<'_> {
             }
             None => window,
         };
-        self.count(part.method, window.len() as u64);
+        self.count(part.method, part.bytes);
         let active = self.active[slot].as_mut().expect("a part belongs to an active chunk");
         active.parts[part.index] = Some(window);
         active.parts_filled += 1;
@@ -268,12 +270,13 @@ impl Worker<'_> {
         parts.for_each(|part| window.join(part));
         // The last page of a file is read whole: what stands behind its end is nobody's.
         window.as_mut_slice()[chunk.bytes as usize..].fill(0);
-        source.forget(chunk.from, chunk.bytes);
         self.shared.sink.filled(&chunk, window, huge_bytes)?;
         self.shared.watch.advanced(chunk.bytes);
-        drop(source);
         if self.shared.schedule.chunk_done(chunk.source) {
+            source.forget_all();
             self.shared.watch.finished_file();
+        } else {
+            source.forget(chunk.from, chunk.bytes);
         }
         Ok(())
     }

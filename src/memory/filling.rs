@@ -132,11 +132,8 @@ impl Sink for Filling<'_> {
             drop(target);
             return Ok(Vessel { window: self.buffer_window(chunk.bytes)?, collapse: false });
         }
-        let index = self.plan.chunks[open.first_chunk..]
-            .iter()
-            .take(open.windows.len())
-            .position(|other| other == chunk)
-            .expect("the chunk is one of the plan's");
+        let chunks = &self.plan.chunks[open.first_chunk..][..open.windows.len()];
+        let index = chunks.partition_point(|other| other.to < chunk.to);
         let window = open.windows[index].take().expect("a chunk is opened once");
         Ok(Vessel { window, collapse: true })
     }

@@ -7,5 +7,5 @@ mod segment;
 
 pub use backing::{Backing, Choice};
 pub use filling::Filling;
-pub use resident::{Resident, Settings, load, load_with};
+pub use resident::{Resident, Settings, load, load_with, need_bytes};
 pub use segment::Segment;

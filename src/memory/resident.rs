@@ -6,7 +6,7 @@ use super::backing::{Backing, Choice};
 use super::filling::Filling;
 use super::segment::Segment;
 use crate::budget::Grant;
-use crate::engine::Selected;
+use crate::engine::{Model, Selected};
 use crate::error::Result;
 use crate::load::{self, Counts, StartEngine, Watch};
 use crate::plan::Plan;
@@ -52,6 +52,15 @@ impl Resident {
     pub fn allocated_bytes(&self) -> u64 {
         self.segments.iter().map(Segment::allocated_bytes).sum()
     }
+}
+
+/// The memory that loading a plan takes: every segment in whole pages, and the buffers.
+pub fn need_bytes(plan: &Plan, engine: &Selected, workers: usize) -> u64 {
+    let reader_threads = match engine.model {
+        Model::Threads => engine.depth(),
+        Model::IoUring => 0,
+    };
+    plan.allocated_bytes().saturating_add(load::buffer_bytes(workers, reader_threads))
 }
 
 /// Allocates, fills and seals every target of `plan`. `_grant` is the permission to take the memory. On

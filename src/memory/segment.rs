@@ -1,6 +1,6 @@
 //! One source file in memory: open while it is filled, then immutable.
 
-use std::fs::{File, FileTimes};
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
@@ -118,9 +118,8 @@ fn seal_patiently(mut file: File) -> Result<File> {
 fn set_mtime(file: &File, times_of: &Identity) {
     let time = Timespec { tv_sec: times_of.mtime_seconds, tv_nsec: times_of.mtime_nanoseconds.into() };
     let times = Timestamps { last_access: time, last_modification: time };
-    if rustix::fs::futimens(file, &times).is_err() {
-        let _ = file.set_times(FileTimes::new());
-    }
+    // A time that memory's file system cannot hold is no reason to fail: the manifest has it too.
+    let _ = rustix::fs::futimens(file, &times);
 }
 
 /// Immutable memory with the bytes of one source file. The only thing that may be published.

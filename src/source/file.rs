@@ -73,6 +73,8 @@ pub struct SourceFile {
     /// What O_DIRECT needs of offsets and addresses, in bytes.
     alignment: u64,
     direct_refused: AtomicBool,
+    /// Some of it was read through the page cache, from the device.
+    buffered: AtomicBool,
     choice: Direct,
     bytes: u64,
     unit: u64,
@@ -110,6 +112,7 @@ impl SourceFile {
             direct: None,
             alignment: alignment.unwrap_or(PAGE_BYTES),
             direct_refused: AtomicBool::new(false),
+            buffered: AtomicBool::new(false),
             choice,
             bytes,
             unit,
@@ -191,7 +194,10 @@ impl SourceFile {
             Direct::Always => Method::Direct,
             _ if whole => Method::Cached,
             Direct::Auto if direct_possible && !prefer_buffered => Method::Direct,
-            _ => Method::Buffered,
+            _ => {
+                self.buffered.store(true, Ordering::Relaxed);
+                Method::Buffered
+            }
         }
     }
 
@@ -215,6 +221,7 @@ impl SourceFile {
             return Err(self.refuses_direct(&crate::error::reason(cause)));
         }
         self.direct_refused.store(true, Ordering::Relaxed);
+        self.buffered.store(true, Ordering::Relaxed);
         if self.direct.as_ref().is_some_and(|direct| Arc::ptr_eq(direct, &self.file)) {
             self.set_flags(OFlags::empty())
                 .map_err(|cause| Error::io("set up", self.name.as_ref(), &cause))?;
@@ -223,7 +230,9 @@ impl SourceFile {
     }
 
     /// Drops from the page cache what reading `[offset, offset + length)` brought into it: what was there
-    /// before stays. Some file systems serve O_DIRECT through the cache, so this looks in every case.
+    /// before stays. Some file systems serve O_DIRECT through the cache, so this looks in every case. To be
+    /// called for each range behind the cursor, and for the whole file at the end: readahead goes further
+    /// than what was asked for.
     pub fn forget(&self, offset: u64, length: u64) {
         match &self.residency {
             Residency::All => {}
@@ -241,19 +250,21 @@ impl SourceFile {
         }
     }
 
-    /// Drops a range where it now holds more pages than `before`, or where that cannot be known.
+    /// [`SourceFile::forget`] for the whole file.
+    pub fn forget_all(&self) {
+        self.forget(0, self.bytes);
+    }
+
+    /// Drops a range where it now holds more pages than `before`, or where that cannot be known: an overlay
+    /// counts none, whatever its layers hold.
     fn drop_range(&self, offset: u64, length: u64, before: u64) {
         let Some(nonzero) = std::num::NonZeroU64::new(length) else { return };
-        if cache::cached_pages(&self.file, offset, length).is_ok_and(|pages| pages <= before) {
+        let all_direct = !self.buffered.load(Ordering::Relaxed);
+        if all_direct && cache::cached_pages(&self.file, offset, length).is_ok_and(|pages| pages <= before) {
             return;
         }
         // Advice: where it is refused the pages stay until the kernel needs them.
         let _ = rustix::fs::fadvise(&self.file, offset, Some(nonzero), Advice::DontNeed);
-    }
-
-    /// The pages of the file in the page cache now, where the kernel tells.
-    pub fn cached_pages(&self) -> Option<u64> {
-        cache::cached_pages(&self.file, 0, 0).ok()
     }
 
     /// Whether the file lies on a network or FUSE file system, where O_DIRECT may be the slower way.

@@ -40,7 +40,7 @@ const LENGTHS: [u64; 15] = [
 ];
 
 #[derive(Default)]
-struct Meter {
+pub(crate) struct Meter {
     bytes: AtomicU64,
     files: AtomicU64,
     cancelled: AtomicBool,
@@ -63,7 +63,7 @@ impl Watch for Meter {
 }
 
 /// The files of a directory as a selection, made without the code that selects.
-fn select(directory: &Path) -> Selection {
+pub(crate) fn select(directory: &Path) -> Selection {
     let mut files: Vec<SelectedFile> = std::fs::read_dir(directory)
         .unwrap()
         .map(|entry| {
@@ -87,7 +87,7 @@ fn select(directory: &Path) -> Selection {
     }
 }
 
-fn settings(
+pub(crate) fn settings(
     name: &str,
     engine: engine::Choice,
     backing: memory::Choice,
@@ -102,7 +102,7 @@ fn settings(
     }
 }
 
-fn engines() -> Vec<engine::Choice> {
+pub(crate) fn engines() -> Vec<engine::Choice> {
     let mut all = vec![engine::Choice::Threads];
     match Selected::probe(engine::Choice::IoUring, None) {
         Ok(_) => all.push(engine::Choice::IoUring),
@@ -134,7 +134,7 @@ fn check(selection: &Selection, resident: &Resident) {
     }
 }
 
-fn content(segment: &Segment) -> Vec<u8> {
+pub(crate) fn content(segment: &Segment) -> Vec<u8> {
     let file = File::from(segment.as_fd().try_clone_to_owned().unwrap());
     let mut bytes = vec![1; segment.bytes() as usize];
     file.read_exact_at(&mut bytes, 0).unwrap();

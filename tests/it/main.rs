@@ -1,6 +1,9 @@
-//! The stories, one file each, in one test binary.
+//! The one integration test binary: a file per story.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod copy;
+mod file_systems;
 mod harness;
+mod make_model;
+mod tidy;
