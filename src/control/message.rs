@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 
 /// The protocol that this program speaks.
@@ -28,6 +28,57 @@ pub struct Request {
     pub operation: Operation,
 }
 
+impl Request {
+    /// `operation` as this program asks for it.
+    pub fn new(operation: Operation) -> Request {
+        Request {
+            protocol: PROTOCOL,
+            oldest: PROTOCOL_OLDEST,
+            tool: env!("CARGO_PKG_VERSION").to_owned(),
+            operation,
+        }
+    }
+
+    /// A request as it came from the socket. The versions are read first, so that a client that speaks
+    /// another protocol, or asks for something newer, is told so rather than that its JSON is wrong.
+    pub fn parse(json: &[u8]) -> Result<Request> {
+        #[derive(Deserialize)]
+        struct Envelope {
+            protocol: u32,
+            oldest: u32,
+            #[serde(default)]
+            tool: String,
+            operation: serde_json::Value,
+        }
+        let envelope: Envelope = serde_json::from_slice(json).map_err(|error| {
+            Error::new(Kind::Failed, format!("what came is no request of this protocol: {error}"))
+        })?;
+        let Envelope { protocol, oldest, tool, operation } = envelope;
+        if oldest > PROTOCOL || protocol < PROTOCOL_OLDEST {
+            return Err(versions_differ("cannot talk to this client", protocol, &tool));
+        }
+        let operation = serde_json::from_value(operation)
+            .map_err(|error| versions_differ(&format!("cannot do this: {error}"), protocol, &tool))?;
+        Ok(Request { protocol, oldest, tool, operation })
+    }
+}
+
+fn versions_differ(what: &str, protocol: u32, tool: &str) -> Error {
+    let daemon = env!("CARGO_PKG_VERSION");
+    let tool = tool.escape_debug();
+    Error::new(
+        Kind::Failed,
+        format!(
+            "the daemon {what}; it is iloader {daemon} with protocol {PROTOCOL}, the client iloader {tool} \
+             with protocol {protocol}"
+        ),
+    )
+    .hint(
+        "use the program version that started the cache, or end the daemon with SIGTERM ('iloader list' \
+         shows its pid) and start it again",
+    )
+}
+
 /// What can be asked of a daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -36,14 +87,15 @@ pub enum Operation {
     Status {},
     /// One [`Reply::Manifest`]; an error until ready.
     Manifest {},
-    /// [`Reply::Progress`] until [`Reply::Ready`] or an error. The connection is a waiter: see `Cancel`.
+    /// [`Reply::Ready`] or an error, once it is known. The connection is a waiter: see `Cancel`.
     Wait {
-        /// The client is a `start` that was interrupted when it sends `Cancel` on this connection.
+        /// Send [`Reply::Progress`] meanwhile, a few times a second while it changes.
         #[serde(default)]
         progress: bool,
     },
-    /// Sent on a connection that waits: stop the load if nobody else waits for it. The answer is
-    /// [`Reply::Stopping`], or [`Reply::Progress`] where others still wait.
+    /// Sent on a connection that waits: stop the load if nobody else waits for it and it was not started
+    /// to go on by itself (`--no-wait`). The connection waits no more. The answer is [`Reply::Stopping`],
+    /// or [`Reply::Progress`] where the load goes on.
     Cancel {},
     /// [`Reply::Leased`]: a lease for the process at the other end. It lives while the connection or
     /// that process does. An error until ready.
@@ -162,6 +214,9 @@ pub struct Status {
     pub identity: String,
     /// The settings behind the digest, by name, for saying what differs.
     pub settings: std::collections::BTreeMap<String, String>,
+    /// How it was loaded, by name: what another start may ask for otherwise without being another cache.
+    #[serde(default)]
+    pub tuning: std::collections::BTreeMap<String, String>,
     /// Log file.
     pub log: String,
     /// Control socket.
@@ -251,5 +306,56 @@ impl From<WireError> for Error {
             Some(hint) => error.hint(hint),
             None => error,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(json: &str) -> Result<Request> {
+        Request::parse(json.as_bytes())
+    }
+
+    #[test]
+    fn requests_read_back_and_unknown_fields_are_ignored() {
+        let request =
+            Request::new(Operation::Stop { force: true, remove_view: false, wait_milliseconds: None });
+        let json = serde_json::to_string(&request).expect("JSON");
+        assert_eq!(parsed(&json).expect("read back"), request);
+        let newer = r#"{"protocol":7,"oldest":1,"tool":"9","operation":{"stop":{"new":1}},"extra":[]}"#;
+        let Operation::Stop { force, wait_milliseconds, .. } = parsed(newer).expect("compatible").operation
+        else {
+            panic!("another operation");
+        };
+        assert_eq!((force, wait_milliseconds), (false, None));
+    }
+
+    #[test]
+    fn other_protocols_and_operations_name_both_versions() {
+        for json in [
+            r#"{"protocol":7,"oldest":5,"tool":"9.9","operation":{"status":{}}}"#,
+            r#"{"protocol":0,"oldest":0,"tool":"9.9","operation":{"status":{}}}"#,
+            r#"{"protocol":7,"oldest":1,"tool":"9.9","operation":{"teleport":{}}}"#,
+        ] {
+            let error = parsed(json).expect_err("refused");
+            for part in ["iloader 9.9", &format!("protocol {PROTOCOL}"), env!("CARGO_PKG_VERSION")] {
+                assert!(error.message().contains(part), "{error}");
+            }
+            assert!(error.hint_text().is_some());
+        }
+        for json in ["", "{}", "[]", "nonsense", r#"{"protocol":-1}"#, "\u{0}"] {
+            assert!(parsed(json).expect_err("garbage").message().contains("no request"));
+        }
+    }
+
+    #[test]
+    fn errors_survive_the_wire() {
+        let error = Error::new(Kind::NoRoom, "no room").hint("make some");
+        let back = Error::from(WireError::from(&error));
+        assert_eq!(
+            (back.kind(), back.message(), back.hint_text()),
+            (Kind::NoRoom, "no room", Some("make some"))
+        );
     }
 }

@@ -4,7 +4,27 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::control::message::WireError;
 use crate::manifest::SelectionRules;
+
+/// What a `start` writes to the standard input of the daemon that it spawns.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Orders {
+    /// The number of the inherited descriptor that holds the name's lock.
+    pub lock_descriptor: i32,
+    /// Everything else.
+    pub config: Config,
+}
+
+/// What a spawned daemon says on its standard output, once, before it closes it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Boot {
+    /// It listens and is registered; the load begins.
+    Registered {},
+    /// It did not come so far, and has ended.
+    Failed(WireError),
+}
 
 /// Everything a daemon needs to know. It travels as JSON from `start` to the re-executed program, which
 /// is the same binary, so it has no version. All paths are absolute and UTF-8.
@@ -34,10 +54,24 @@ pub struct Config {
     pub limits: Limits,
     /// Evict after this long without readers.
     pub idle_ttl_seconds: Option<f64>,
+    /// The load goes on although nobody waits for it: `--no-wait`, or a daemon in the foreground.
+    pub loads_unattended: bool,
+    /// The digest of the selection when it was asked for: what is loaded must have the same.
+    pub selection: String,
     /// The digest of source, files, selection and settings: see `Status::identity`.
     pub identity: String,
     /// The settings behind the digest, by name.
     pub settings: BTreeMap<String, String>,
+}
+
+impl Config {
+    /// Where readers find the model: the view, with the kept directory name where asked for.
+    pub fn model_dir(&self) -> String {
+        match &self.kept_dirname {
+            Some(name) => format!("{}/{name}", self.view),
+            None => self.view.clone(),
+        }
+    }
 }
 
 /// Storage tuning of one load.
@@ -70,4 +104,22 @@ pub struct Limits {
     pub reserve_bytes: u64,
     /// Skip the check of available memory.
     pub force: bool,
+}
+
+impl Tuning {
+    /// What another start may ask for otherwise without being another cache, by the option's name. The
+    /// backing is not among it: it is a part of the identity.
+    pub fn by_name(&self) -> BTreeMap<String, String> {
+        let number = |value: Option<u64>| value.map_or("default".to_owned(), |value| value.to_string());
+        [
+            ("workers", self.workers.to_string()),
+            ("chunk-size", self.chunk_bytes.to_string()),
+            ("engine", self.engine.clone()),
+            ("queue-depth", number(self.queue_depth.map(u64::from))),
+            ("read-size", number(self.read_bytes)),
+            ("direct", self.direct.clone()),
+        ]
+        .map(|(name, value)| (name.to_owned(), value))
+        .into()
+    }
 }

@@ -1,3 +1,12 @@
 //! Who KEEPS a cache alive: the detached process, its control socket, its leases.
 
 pub mod config;
+mod connection;
+pub mod leases;
+pub mod listener;
+pub mod load;
+pub mod log;
+pub mod preload;
+pub mod registered;
+pub mod serve;
+pub mod spawn;

@@ -9,4 +9,6 @@ pub mod cache;
 pub mod map;
 pub mod memfd;
 pub mod namespace;
+pub mod peer;
 pub mod ring;
+pub mod signals;

@@ -1,0 +1,272 @@
+//! The load itself, put together: select → lay_out → admit → load → publish.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Instant;
+
+use rustix::process::{Resource, getrlimit};
+
+use crate::budget::{self, limits};
+use crate::control::message::{Progress, ReadCounts};
+use crate::daemon::config::Config;
+use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
+use crate::engine;
+use crate::error::{Error, Kind, Result, shown};
+use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
+use crate::manifest::{self, FileEntry, Manifest};
+use crate::memory::{self, Resident, Settings};
+use crate::plan::{self, Plan};
+use crate::source::{self, Direct, Selection};
+use crate::view::{View, ViewLink};
+
+/// Where the numbers of published descriptors begin: a random number in this range, so that the process
+/// that gets a dead daemon's pid does not have a file open under the same number. Below 65,536 the table of
+/// descriptors stays small.
+const DESCRIPTORS_FROM: u64 = 1024;
+const DESCRIPTORS_TO: u64 = 65_536;
+
+/// Descriptors that a daemon needs beside the published ones: its log, connections and leases, and what is
+/// open while it loads.
+const DESCRIPTORS_OWN: u64 = 512;
+
+/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
+pub fn work(config: &Config) -> Work {
+    let config = config.clone();
+    Work { load: Box::new(move |control| load(&config, control)), publish: Box::new(publish) }
+}
+
+/// Loads what `config` asks for. On failure nothing is left.
+fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
+    let started = Instant::now();
+    let selection = source::select(Path::new(&config.source), &config.rules)?;
+    if source::identity::digest(&selection) != config.selection {
+        let message = format!("the source {} changed since the start was asked for", shown(&selection.root));
+        return Err(Error::new(Kind::SourceChanged, message).hint("start it again"));
+    }
+    let plan = plan::lay_out(&selection, config.tuning.chunk_bytes);
+    let refused = |error: Error| match error.kind() {
+        Kind::NoRoom => error.context(format_args!("cannot start '{}'", config.name)),
+        _ => error,
+    };
+    let settings = settings(config, &plan).map_err(refused)?;
+    let grant = admit(config, &plan, &settings).map_err(refused)?;
+    let watch = Reporter::new(control, &plan, started);
+    let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
+    watch.report();
+    Ok(loaded(config, &selection, &settings, resident))
+}
+
+fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
+    let tuning = &config.tuning;
+    let options = Options {
+        workers: tuning.workers as usize,
+        read_bytes: tuning.read_bytes.unwrap_or(READ_BYTES_DEFAULT),
+        direct: Direct::from_name(&tuning.direct)?,
+    };
+    options.check()?;
+    Ok(Settings {
+        cache_name: config.name.clone(),
+        backing: memory::Choice::from_name(&tuning.backing)?,
+        engine: engine::Selected::probe(engine::Choice::from_name(&tuning.engine)?, tuning.queue_depth)?,
+        options,
+        lowest_descriptor: lowest_descriptor(plan)?,
+    })
+}
+
+/// Where the published descriptors begin, after raising the limit to what they need.
+fn lowest_descriptor(plan: &Plan) -> Result<i32> {
+    let count = plan.targets.len() as u64;
+    limits::check_descriptors(DESCRIPTORS_OWN + count)?;
+    let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+    let lowest = place_descriptors(count, hard, random());
+    limits::raise_descriptors(lowest + count)?;
+    Ok(i32::try_from(lowest).expect("the range ends far below"))
+}
+
+/// A place for `count` descriptors under the limit `hard`: in the range where there is room, else below it.
+fn place_descriptors(count: u64, hard: u64, random: u64) -> u64 {
+    let highest = DESCRIPTORS_TO.min(hard.saturating_sub(count));
+    let lowest = if highest > DESCRIPTORS_FROM { DESCRIPTORS_FROM } else { DESCRIPTORS_OWN.min(highest) };
+    lowest + random % (highest - lowest + 1)
+}
+
+/// Some number: it need not be secret, only different each time.
+fn random() -> u64 {
+    let mut bytes = [0; 8];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::NONBLOCK) {
+        Ok(8) => u64::from_ne_bytes(bytes),
+        _ => u64::from(std::process::id()).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+    }
+}
+
+fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
+    let workers = settings.options.workers;
+    limits::check_file_size(plan.bytes_of_longest())?;
+    // A worker maps the file that it is finishing and the one that it goes on to.
+    limits::check_address_space(
+        plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes()),
+    )?;
+    let request = budget::Request {
+        need_bytes: memory::need_bytes(plan, &settings.engine, workers),
+        memory_fraction: config.limits.memory_fraction,
+        reserve_bytes: config.limits.reserve_bytes,
+        memory_bytes_max: config.limits.memory_bytes_max,
+        force: config.limits.force,
+    };
+    budget::admit(&request, &budget::available()?)
+}
+
+/// Adds up what the workers report.
+struct Reporter<'a> {
+    control: &'a LoadControl,
+    started: Instant,
+    progress: Mutex<Progress>,
+}
+
+impl Reporter<'_> {
+    fn new<'a>(control: &'a LoadControl, plan: &Plan, started: Instant) -> Reporter<'a> {
+        let progress = Progress {
+            bytes_total: plan.bytes(),
+            files_total: plan.targets.len() as u64,
+            // Nothing is read for an empty file.
+            files_done: plan.targets.iter().filter(|target| target.bytes == 0).count() as u64,
+            ..Progress::default()
+        };
+        let reporter = Reporter { control, started, progress: Mutex::new(progress) };
+        reporter.report();
+        reporter
+    }
+
+    fn report(&self) {
+        self.change(|_| {});
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        let mut progress = self.progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        change(&mut progress);
+        progress.seconds = self.started.elapsed().as_secs_f64();
+        self.control.progress(*progress);
+    }
+}
+
+impl Watch for Reporter<'_> {
+    fn advanced(&self, bytes: u64) {
+        self.change(|progress| progress.bytes_done += bytes);
+    }
+
+    fn finished_file(&self) {
+        self.change(|progress| progress.files_done += 1);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.control.cancelled()
+    }
+}
+
+fn loaded(config: &Config, selection: &Selection, settings: &Settings, resident: Resident) -> Loaded {
+    let mut links = Vec::new();
+    let mut passthrough = Vec::new();
+    for (file, segment) in selection.files.iter().zip(&resident.segment_of_file) {
+        match segment.map(|index| &resident.segments[index]) {
+            Some(segment) => links.push(PublishedFile {
+                path: file.path.clone(),
+                descriptor: segment.descriptor(),
+                device: segment.device(),
+                inode: segment.inode(),
+                bytes: segment.bytes(),
+            }),
+            None => passthrough.push(PassedThrough { path: file.path.clone(), target: file.real.clone() }),
+        }
+    }
+    let load::Counts { direct_bytes, cached_bytes, buffered_bytes } = resident.counts;
+    Loaded {
+        manifest: manifest_of(config, selection),
+        links,
+        passthrough,
+        directory_links: selection.directory_links.clone(),
+        report: LoadReport {
+            engine: settings.engine.model.to_string(),
+            engine_reason: settings.engine.reason.clone(),
+            backing: resident.backing.clone(),
+            backing_reason: resident.backing_reason.clone(),
+            huge_page_bytes: resident.huge_page_bytes(),
+            allocated_bytes: resident.allocated_bytes(),
+            read: ReadCounts { direct_bytes, cached_bytes, buffered_bytes },
+            warnings: selection.warnings.clone(),
+        },
+        keep: Box::new(resident),
+    }
+}
+
+fn manifest_of(config: &Config, selection: &Selection) -> Manifest {
+    let entry = |file: &source::SelectedFile| FileEntry {
+        path: file.path.clone(),
+        bytes: file.identity.bytes,
+        mtime: file.identity.mtime_rfc3339(),
+        device: file.identity.device,
+        inode: file.identity.inode,
+        passthrough: file.passthrough,
+    };
+    Manifest {
+        schema: manifest::SCHEMA,
+        name: config.name.clone(),
+        source: config.source.clone(),
+        selection: config.rules.clone(),
+        files: selection.files.iter().map(entry).collect(),
+        directory_links: selection.directory_links.clone(),
+        bytes: selection.bytes(),
+        created: format!("{:.3}", jiff::Timestamp::now()),
+        tool: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}
+
+/// Publishes a view of `loaded` whose links lead to this process's descriptors.
+fn publish(config: &Config, loaded: &Loaded) -> Result<Published> {
+    let pid = std::process::id();
+    let in_memory = loaded.links.iter().map(|file| ViewLink {
+        path: file.path.clone(),
+        target: PathBuf::from(format!("/proc/{pid}/fd/{}", file.descriptor)),
+    });
+    let passed = loaded
+        .passthrough
+        .iter()
+        .map(|file| ViewLink { path: file.path.clone(), target: file.target.clone() });
+    let links: Vec<ViewLink> = in_memory.chain(passed).collect();
+    let at = Path::new(&config.view);
+    let view = View::publish(at, config.kept_dirname.as_deref(), &links, &loaded.directory_links)?;
+    let notes = view.notes().to_vec();
+    let withdraw = Box::new(move |remove| view.withdraw(remove).map(|withdrawn| in_words(&withdrawn)));
+    Ok(Published { withdraw, notes })
+}
+
+fn in_words(withdrawn: &crate::view::Withdrawn) -> Vec<String> {
+    let mut notes = Vec::new();
+    if withdrawn.was_gone {
+        notes.push("the view was removed, moved or replaced by somebody else before".to_owned());
+    }
+    if let Some(at) = &withdrawn.strange_at {
+        notes.push(format!("{} keeps what is not ours: {}", shown(at), withdrawn.strange.join(", ")));
+    }
+    notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Wherever the descriptors begin, all of them fit under the limit, and below the common range only
+        /// where the limit leaves nothing else.
+        #[test]
+        fn descriptors_fit_under_the_limit(count in 0u64..100_000, spare in 0u64..1_000_000, random: u64) {
+            let hard = DESCRIPTORS_OWN + count + spare;
+            let lowest = place_descriptors(count, hard, random);
+            prop_assert!(lowest + count <= hard);
+            prop_assert!(lowest >= DESCRIPTORS_OWN);
+            if spare > DESCRIPTORS_FROM {
+                prop_assert!((DESCRIPTORS_FROM..=DESCRIPTORS_TO).contains(&lowest));
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! What a daemon has in files while it lives: lock, socket, pid file, registration; and their removal.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use crate::daemon::config::Config;
+use crate::daemon::listener::Listener;
+use crate::daemon::log::Log;
+use crate::error::{Error, Result};
+use crate::registry::record::{Failure, SCHEMA};
+use crate::registry::{self, BaseDir, Host, Lock, Record};
+use crate::sys::signals::SignalDescriptor;
+
+/// The files of a living daemon. The name's lock is held as long as this lives.
+#[derive(Debug)]
+pub struct Registered {
+    record: Record,
+    record_path: PathBuf,
+    /// Keeps cleaners of temporary directories away from BASE.
+    _hold: Option<OwnedFd>,
+    /// Let go of last: whoever gets it must find nothing of ours.
+    lock: Lock,
+}
+
+impl Registered {
+    /// Listens, and then says where: pid file, registration. Where one of them fails, nothing is left, and the
+    /// lock is let go of.
+    pub fn new(
+        config: &Config,
+        lock: Lock,
+        signals: SignalDescriptor,
+        log: &Log,
+    ) -> Result<(Registered, Listener)> {
+        let base = BaseDir::prepared(PathBuf::from(&config.base));
+        let name = config.name.parse()?;
+        let registered = Registered {
+            record: record_of(config),
+            record_path: base.paths(&name).record,
+            _hold: base.hold().map_err(|error| log.line(error.message())).ok(),
+            lock,
+        };
+        let mut listener = match Listener::bind(Path::new(&config.socket), signals) {
+            Ok(listener) => listener,
+            Err(error) => {
+                // The socket may be another cache's, so that only the lock is ours.
+                registered.release(log);
+                return Err(error);
+            }
+        };
+        let written = registry::write_pid_file(Path::new(&registered.record.pid_file), registered.record.pid)
+            .and_then(|()| registered.record.write(&registered.record_path));
+        match written {
+            Ok(()) => Ok((registered, listener)),
+            Err(error) => {
+                registered.remove(&mut listener, log);
+                Err(error)
+            }
+        }
+    }
+
+    /// When the cache was made, RFC 3339.
+    pub fn created(&self) -> &str {
+        &self.record.created
+    }
+
+    /// Whether the files are still found: not so once BASE was removed or cleaned.
+    pub fn is_in_place(&self) -> bool {
+        self.lock.is_in_place().unwrap_or(false)
+    }
+
+    /// Removes everything, then lets go of the lock: the orderly end.
+    pub fn remove(self, listener: &mut Listener, log: &Log) {
+        self.remove_files(listener, log);
+        if self.is_in_place() {
+            note(log, remove_file(&self.record_path));
+        }
+        self.release(log);
+    }
+
+    /// The same, but the registration stays and says why the load failed.
+    pub fn keep_failure(mut self, error: &Error, listener: &mut Listener, log: &Log) {
+        self.remove_files(listener, log);
+        if self.is_in_place() {
+            self.record.failed = Some(Failure::from(error));
+            note(log, self.record.write(&self.record_path));
+        }
+        self.release(log);
+    }
+
+    fn remove_files(&self, listener: &mut Listener, log: &Log) {
+        note(log, listener.stop_listening());
+        note(log, registry::remove_pid_file(Path::new(&self.record.pid_file), Some(self.record.pid)));
+    }
+
+    fn release(self, log: &Log) {
+        note(log, self.lock.remove_and_release());
+    }
+}
+
+fn note<T>(log: &Log, outcome: Result<T>) {
+    if let Err(error) = outcome {
+        log.line(error.message());
+    }
+}
+
+fn remove_file(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, &error)),
+        _ => Ok(()),
+    }
+}
+
+fn record_of(config: &Config) -> Record {
+    Record {
+        schema: SCHEMA,
+        name: config.name.clone(),
+        pid: rustix::process::getpid().as_raw_nonzero().get(),
+        host: Host::current(),
+        socket: config.socket.clone(),
+        view: config.view.clone(),
+        kept_dirname: config.kept_dirname.clone(),
+        source: config.source.clone(),
+        pid_file: config.pid_file.clone(),
+        log_file: config.log_file.clone(),
+        created: format!("{:.3}", jiff::Timestamp::now()),
+        tool: env!("CARGO_PKG_VERSION").to_owned(),
+        failed: None,
+    }
+}

@@ -1,0 +1,643 @@
+//! One thread owns the state of a cache: a loop over [`Event`]s until the cache ends.
+//!
+//! ```text
+//! Loading ──▶ Ready ──▶ Stopping ──▶ (ended)
+//!    │                     ▲
+//!    ├──── stop, cancel ───┘
+//!    └──── the load failed ──▶ (ended)
+//! ```
+//!
+//! The end has an order: the view is withdrawn before the descriptors behind it close, the memory is given
+//! back, the files are removed, the lock is let go of, and only then do the connections close. So whoever
+//! waits for the connection's end finds nothing left.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use sd_notify::NotifyState;
+
+use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status, WireError};
+use crate::daemon::config::Config;
+use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
+use crate::daemon::listener::{Event, Listener};
+use crate::daemon::load::{
+    Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work,
+};
+use crate::daemon::log::Log;
+use crate::daemon::registered::Registered;
+use crate::error::{Error, Kind, Result, shown};
+use crate::units::ByteSize;
+
+/// The least time between two [`Reply::Progress`] to one waiter.
+const PROGRESS_EVERY: Duration = Duration::from_millis(200);
+
+/// How long a load that is to give up may go on. A read from a dead network file system may never end; the
+/// end of the process then ends it.
+const LOAD_END_MAX: Duration = Duration::from_secs(10);
+
+/// How long the last answers may take to be read.
+const FINISH_MAX: Duration = Duration::from_secs(2);
+
+/// A service manager is told so often that a long load is alive, and believes it three times as long.
+const NOTIFY_EVERY: Duration = Duration::from_secs(10);
+
+/// An error names no more leases than this.
+const LEASES_NAMED_MAX: usize = 5;
+
+/// A daemon that listens and is registered, and has not begun.
+#[derive(Debug)]
+pub struct Start {
+    /// What was asked for.
+    pub config: Config,
+    /// Its ear.
+    pub listener: Listener,
+    /// Its files.
+    pub registered: Registered,
+    /// Its log.
+    pub log: Log,
+    /// The load, and the publishing.
+    pub work: Work,
+}
+
+/// Loads, serves, and ends. Returns when the cache is stopped and nothing of it is left; an error where the
+/// load failed.
+pub fn serve(start: Start) -> Result<()> {
+    let Start { config, mut listener, registered, log, work } = start;
+    let Work { load, publish } = work;
+    let load = match Load::start(load).and_then(|load| listener.watch_load(&load).map(|()| load)) {
+        Ok(load) => load,
+        Err(error) => {
+            registered.keep_failure(&error, &mut listener, &log);
+            return Err(error);
+        }
+    };
+    log.line(format_args!(
+        "iloader {} loads '{}' from {} as process {}",
+        env!("CARGO_PKG_VERSION"),
+        config.name,
+        shown(&config.source),
+        std::process::id()
+    ));
+    let reports_to_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
+    let mut server = Server {
+        config,
+        registered,
+        listener,
+        log,
+        load,
+        publish: Some(publish),
+        phase: Phase::Loading,
+        leases: Leases::default(),
+        waiters: BTreeMap::new(),
+        stops: Vec::new(),
+        progress_sent: None,
+        progress_waits: false,
+        idle_since: Instant::now(),
+        notify_due: reports_to_manager.then(Instant::now),
+    };
+    let ending = server.run();
+    server.end(ending)
+}
+
+struct Server {
+    config: Config,
+    registered: Registered,
+    listener: Listener,
+    log: Log,
+    load: Load,
+    /// Taken when the load is done.
+    publish: Option<Publisher>,
+    phase: Phase,
+    leases: Leases,
+    /// Who waits for readiness, and whether they want to hear how far it is.
+    waiters: BTreeMap<ConnectionId, bool>,
+    /// Who waits for the leases to end, to stop the cache.
+    stops: Vec<PendingStop>,
+    progress_sent: Option<Instant>,
+    /// Progress was reported and not sent yet, because the last one went out a moment ago.
+    progress_waits: bool,
+    /// When the last lease ended, or the view was published.
+    idle_since: Instant,
+    /// When the service manager is to be told that the load goes on, where there is one.
+    notify_due: Option<Instant>,
+}
+
+enum Phase {
+    Loading,
+    Ready(Resident),
+    /// The view is withdrawn; a thread ends the load or gives the memory back, at the latest then.
+    Stopping {
+        until: Option<Instant>,
+    },
+    Ended(Ending),
+}
+
+/// What a ready cache holds.
+struct Resident {
+    loaded: Box<Loaded>,
+    withdraw: Withdraw,
+    progress: Progress,
+}
+
+enum Ending {
+    Stopped,
+    Failed {
+        error: Error,
+        /// Somebody was told why, so that nothing needs to be kept for who asks later.
+        was_told: bool,
+    },
+}
+
+struct PendingStop {
+    from: ConnectionId,
+    until: Instant,
+    remove_view: bool,
+}
+
+impl Server {
+    fn run(&mut self) -> Ending {
+        loop {
+            match self.listener.next(self.deadline()) {
+                Ok(Event::Request { from, operation }) => self.handle_request(from, operation),
+                Ok(Event::Closed { from }) => self.handle_closed(from),
+                Ok(Event::ProcessEnded { lease }) => {
+                    let ended = self.leases.process_ended(lease);
+                    self.handle_lease_end(ended);
+                }
+                Ok(Event::Signal(signal)) => self.handle_signal(signal),
+                Ok(Event::Load) => self.handle_load(),
+                Ok(Event::Deadline) => self.handle_deadline(Instant::now()),
+                Err(error) => self.fail(error),
+            }
+            if matches!(self.phase, Phase::Ended(_))
+                && let Phase::Ended(ending) =
+                    std::mem::replace(&mut self.phase, Phase::Stopping { until: None })
+            {
+                return ending;
+            }
+        }
+    }
+
+    /// When something is to be done although nothing happens; `None` for a cache that rests.
+    fn deadline(&self) -> Option<Instant> {
+        match &self.phase {
+            Phase::Loading => {
+                let progress = self.progress_sent.filter(|_| self.progress_waits);
+                progress.map(|sent| sent + PROGRESS_EVERY).into_iter().chain(self.notify_due).min()
+            }
+            Phase::Ready(_) => self.stops.iter().map(|stop| stop.until).chain(self.eviction_due()).min(),
+            Phase::Stopping { until } => *until,
+            Phase::Ended(_) => None,
+        }
+    }
+
+    fn handle_deadline(&mut self, now: Instant) {
+        match &self.phase {
+            Phase::Loading => {
+                if self.progress_waits && self.is_progress_due(now) {
+                    self.send_progress(now);
+                }
+                self.notify_of_load(now);
+            }
+            Phase::Ready(_) => {
+                self.give_up_stops(now);
+                if self.eviction_due().is_some_and(|due| now >= due) {
+                    self.log.line("nobody has used it for --idle-ttl: it is evicted");
+                    self.begin_stop(false);
+                }
+            }
+            Phase::Stopping { until } => {
+                if until.is_some_and(|until| now >= until) {
+                    self.log.line("the load did not end in time; the end of the process ends it");
+                    self.phase = Phase::Ended(Ending::Stopped);
+                }
+            }
+            Phase::Ended(_) => {}
+        }
+    }
+
+    // Signals and ends.
+
+    fn handle_signal(&mut self, signal: i32) {
+        if matches!(self.phase, Phase::Stopping { .. }) {
+            return;
+        }
+        let leases = self.leases.count();
+        self.log.line(format_args!("signal {signal}: it is stopped, with {leases} live leases"));
+        self.begin_stop(false);
+    }
+
+    fn handle_closed(&mut self, connection: ConnectionId) {
+        self.waiters.remove(&connection);
+        self.stops.retain(|stop| stop.from != connection);
+        let ended = self.leases.connection_closed(connection);
+        self.handle_lease_end(ended);
+    }
+
+    fn handle_lease_end(&mut self, ended: Option<i32>) {
+        let Some(pid) = ended else { return };
+        self.log.line(format_args!("the lease of process {pid} ended"));
+        if self.leases.count() > 0 {
+            return;
+        }
+        self.idle_since = Instant::now();
+        if !self.stops.is_empty() && matches!(self.phase, Phase::Ready(_)) {
+            let stops = std::mem::take(&mut self.stops);
+            let remove_view = stops.iter().any(|stop| stop.remove_view);
+            self.begin_stop(remove_view);
+            for stop in stops {
+                self.listener.reply(stop.from, &Reply::Stopping {});
+            }
+        }
+    }
+
+    /// When an idle cache is to go.
+    fn eviction_due(&self) -> Option<Instant> {
+        let ttl = Duration::try_from_secs_f64(self.config.idle_ttl_seconds?).ok()?;
+        if self.leases.count() > 0 { None } else { self.idle_since.checked_add(ttl) }
+    }
+
+    fn give_up_stops(&mut self, now: Instant) {
+        let (late, waiting) = std::mem::take(&mut self.stops).into_iter().partition(|stop| now >= stop.until);
+        self.stops = waiting;
+        let late: Vec<PendingStop> = late;
+        for stop in late {
+            let error = self.in_use();
+            self.refuse(stop.from, &error);
+        }
+    }
+
+    // The load.
+
+    fn handle_load(&mut self) {
+        match (self.load.take_outcome(), &self.phase) {
+            (None, Phase::Loading) => {
+                self.progress_waits = true;
+                let now = Instant::now();
+                if self.is_progress_due(now) {
+                    self.send_progress(now);
+                }
+            }
+            (Some(Outcome::Loaded(Ok(loaded))), Phase::Loading) => self.become_ready(loaded),
+            (Some(Outcome::Loaded(Err(error))), Phase::Loading) => self.fail(error),
+            // It was done a moment before it was told to give up.
+            (Some(Outcome::Loaded(Ok(loaded))), _) => self.load.release(loaded),
+            (Some(Outcome::Loaded(Err(_)) | Outcome::Released), _) => {
+                self.phase = Phase::Ended(Ending::Stopped);
+            }
+            (None, _) => {}
+        }
+    }
+
+    fn become_ready(&mut self, loaded: Box<Loaded>) {
+        let Some(publish) = self.publish.take() else { return };
+        let Published { withdraw, notes } = match publish(&self.config, &loaded) {
+            Ok(published) => published,
+            Err(error) => return self.fail(error),
+        };
+        let progress = self.load.progress();
+        for warning in loaded.report.warnings.iter().chain(&notes) {
+            self.log.line(format_args!("warning: {warning}"));
+        }
+        let summary = format!(
+            "ready: {} files, {} in {:.1} s",
+            loaded.manifest.files.len(),
+            ByteSize(loaded.manifest.bytes),
+            progress.seconds
+        );
+        self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
+        notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
+        self.phase = Phase::Ready(Resident { loaded, withdraw, progress });
+        self.idle_since = Instant::now();
+        let ready = Reply::Ready { view: self.config.model_dir() };
+        for (waiter, _) in std::mem::take(&mut self.waiters) {
+            self.listener.reply(waiter, &ready);
+        }
+    }
+
+    fn fail(&mut self, error: Error) {
+        self.log.line(format_args!("failed: {}", error.message()));
+        let was_told = !self.waiters.is_empty();
+        self.tell_waiters(&error);
+        if let Phase::Ready(resident) = std::mem::replace(&mut self.phase, Phase::Loading) {
+            self.withdraw(resident.withdraw, false);
+        }
+        self.phase = Phase::Ended(Ending::Failed { error, was_told });
+    }
+
+    fn tell_waiters(&mut self, error: &Error) {
+        for (waiter, _) in std::mem::take(&mut self.waiters) {
+            self.refuse(waiter, error);
+        }
+    }
+
+    /// Whether the waiters may hear of progress again.
+    fn is_progress_due(&self, now: Instant) -> bool {
+        self.progress_sent.is_none_or(|sent| now >= sent + PROGRESS_EVERY)
+    }
+
+    fn send_progress(&mut self, now: Instant) {
+        let progress = self.load.progress();
+        self.progress_sent = Some(now);
+        self.progress_waits = false;
+        for (waiter, _) in self.waiters.iter().filter(|(_, wants_progress)| **wants_progress) {
+            self.listener.reply_progress(*waiter, progress);
+        }
+    }
+
+    fn notify_of_load(&mut self, now: Instant) {
+        if !self.notify_due.is_some_and(|due| now >= due) {
+            return;
+        }
+        self.notify_due = Some(now + NOTIFY_EVERY);
+        let Progress { bytes_done, bytes_total, .. } = self.load.progress();
+        let status = format!("loading: {} of {}", ByteSize(bytes_done), ByteSize(bytes_total));
+        let more = NOTIFY_EVERY.as_micros() as u32 * 3;
+        notify(&[NotifyState::Status(&status), NotifyState::ExtendTimeoutUsec(more)]);
+    }
+
+    // Requests.
+
+    fn handle_request(&mut self, from: ConnectionId, operation: Operation) {
+        let is_waiting = self.waiters.contains_key(&from) || self.stops.iter().any(|stop| stop.from == from);
+        match operation {
+            Operation::Cancel {} => self.cancel(from),
+            _ if is_waiting => {
+                // Answered at once, it would be taken for the answer that the connection waits for.
+                self.waiters.remove(&from);
+                self.stops.retain(|stop| stop.from != from);
+                self.refuse(
+                    from,
+                    &Error::new(Kind::Usage, "this connection waits already: it can only cancel"),
+                );
+            }
+            Operation::Status {} => {
+                let status = self.status();
+                self.listener.reply(from, &Reply::Status(Box::new(status)));
+            }
+            Operation::Manifest {} => self.answer_when_ready(from, |resident| {
+                Reply::Manifest(Box::new(resident.loaded.manifest.clone()))
+            }),
+            Operation::Wait { progress } => self.wait(from, progress),
+            Operation::Lease {} => self.lease(from),
+            Operation::Stop { force, remove_view, wait_milliseconds } => {
+                self.stop(from, force, remove_view, wait_milliseconds.map(Duration::from_millis));
+            }
+        }
+    }
+
+    fn refuse(&mut self, from: ConnectionId, error: &Error) {
+        self.listener.reply(from, &Reply::Error(WireError::from(error)));
+    }
+
+    fn answer_when_ready(&mut self, from: ConnectionId, answer: impl FnOnce(&Resident) -> Reply) {
+        match &self.phase {
+            Phase::Ready(resident) => self.listener.reply(from, &answer(resident)),
+            _ => {
+                let error = self.not_ready();
+                self.refuse(from, &error);
+            }
+        }
+    }
+
+    fn not_ready(&self) -> Error {
+        let name = &self.config.name;
+        match self.phase {
+            Phase::Loading => Error::new(Kind::TimedOut, format!("'{name}' is still loading"))
+                .hint(format!("'iloader wait {name}' waits until it is ready")),
+            _ => Error::new(Kind::NotFound, format!("'{name}' is being stopped"))
+                .hint("start it again when that is done"),
+        }
+    }
+
+    fn wait(&mut self, from: ConnectionId, wants_progress: bool) {
+        if !matches!(self.phase, Phase::Loading) {
+            let view = self.config.model_dir();
+            return self.answer_when_ready(from, |_| Reply::Ready { view });
+        }
+        self.listener.set_waiting(from);
+        self.waiters.insert(from, wants_progress);
+        if wants_progress {
+            let progress = self.load.progress();
+            self.listener.reply_progress(from, progress);
+        }
+    }
+
+    fn cancel(&mut self, from: ConnectionId) {
+        if !matches!(self.phase, Phase::Loading) || self.waiters.remove(&from).is_none() {
+            return self.refuse(from, &Error::new(Kind::Usage, "this connection waits for no load"));
+        }
+        if !self.waiters.is_empty() || self.config.loads_unattended {
+            let progress = self.load.progress();
+            return self.listener.reply(from, &Reply::Progress(progress));
+        }
+        let pid = self.listener.pid(from);
+        self.log.line(format_args!("process {pid} cancelled the load, and nobody else waits for it"));
+        self.begin_stop(false);
+        self.listener.reply(from, &Reply::Stopping {});
+    }
+
+    fn lease(&mut self, from: ConnectionId) {
+        if matches!(self.phase, Phase::Ready(_))
+            && !self.leases.contains(from)
+            && let Err(error) = self.take_lease(from)
+        {
+            return self.refuse(from, &error);
+        }
+        let view = self.config.model_dir();
+        self.answer_when_ready(from, |resident| {
+            let link = |file: &PublishedFile| Link {
+                path: file.path.clone(),
+                bytes: file.bytes,
+                device: file.device,
+                inode: file.inode,
+            };
+            Reply::Leased(Box::new(Leased {
+                view,
+                backing: resident.loaded.report.backing.clone(),
+                links: resident.loaded.links.iter().map(link).collect(),
+            }))
+        });
+    }
+
+    fn take_lease(&mut self, from: ConnectionId) -> Result<()> {
+        if self.leases.count() >= LEASES_MAX {
+            let name = &self.config.name;
+            let error =
+                Error::new(Kind::NoRoom, format!("'{name}' has {LEASES_MAX} leases, which is the most"));
+            return Err(error.hint("read through the view without a lease, or end some readers"));
+        }
+        // Gone while its request waited: there is nobody to give a lease to.
+        let Some(process) = self.listener.process(from) else { return Ok(()) };
+        self.listener.watch_process(from, &process)?;
+        self.listener.set_leasing(from);
+        self.leases.take(from, process);
+        self.log.line(format_args!("process {} took a lease", self.listener.pid(from)));
+        Ok(())
+    }
+
+    fn stop(&mut self, from: ConnectionId, force: bool, remove_view: bool, wait: Option<Duration>) {
+        if matches!(self.phase, Phase::Stopping { .. } | Phase::Ended(_)) {
+            return self.listener.reply(from, &Reply::Stopping {});
+        }
+        if self.leases.count() > 0 && !force {
+            match wait {
+                None => {
+                    let error = self.in_use();
+                    self.refuse(from, &error);
+                }
+                Some(wait) => {
+                    // A wait beyond the clock's end is one for ever, and a century is as good.
+                    const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 86400);
+                    let until = Instant::now() + wait.min(FOR_EVER);
+                    self.listener.set_waiting(from);
+                    self.stops.push(PendingStop { from, until, remove_view });
+                }
+            }
+            return;
+        }
+        let pid = self.listener.pid(from);
+        self.log.line(format_args!("process {pid} stops it, with {} live leases", self.leases.count()));
+        self.begin_stop(remove_view);
+        self.listener.reply(from, &Reply::Stopping {});
+    }
+
+    fn in_use(&self) -> Error {
+        let leases = self.leases.list();
+        let mut named: Vec<String> = leases
+            .iter()
+            .take(LEASES_NAMED_MAX)
+            .map(|lease| format!("process {} {}", lease.pid, shown(&lease.command)))
+            .collect();
+        if leases.len() > LEASES_NAMED_MAX {
+            named.push(format!("{} more", leases.len() - LEASES_NAMED_MAX));
+        }
+        Error::new(Kind::InUse, format!("'{}' is in use by {}", self.config.name, named.join(", ")))
+            .hint("wait for them with --wait, or stop it under them with --force")
+    }
+
+    // The end.
+
+    /// Withdraws the view and has the load ended or the memory given back, after which the loop ends.
+    fn begin_stop(&mut self, remove_view: bool) {
+        notify(&[NotifyState::Stopping]);
+        let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
+            Phase::Loading => {
+                self.load.cancel();
+                Some(Instant::now() + LOAD_END_MAX)
+            }
+            Phase::Ready(resident) => {
+                let Resident { loaded, withdraw, .. } = resident;
+                self.withdraw(withdraw, remove_view);
+                self.load.release(loaded);
+                None
+            }
+            ended => {
+                self.phase = ended;
+                return;
+            }
+        };
+        self.phase = Phase::Stopping { until };
+        let name = self.config.name.clone();
+        self.tell_waiters(&Error::new(Kind::NotFound, format!("'{name}' was stopped while it loaded")));
+        for stop in std::mem::take(&mut self.stops) {
+            self.listener.reply(stop.from, &Reply::Stopping {});
+        }
+    }
+
+    fn withdraw(&self, withdraw: Withdraw, remove_view: bool) {
+        match withdraw(remove_view) {
+            Ok(notes) => notes.iter().for_each(|note| self.log.line(note)),
+            Err(error) => self.log.line(format_args!("the view stays: {}", error.message())),
+        }
+    }
+
+    fn end(self, ending: Ending) -> Result<()> {
+        let Server { registered, mut listener, log, .. } = self;
+        let outcome = match ending {
+            Ending::Stopped => {
+                registered.remove(&mut listener, &log);
+                Ok(())
+            }
+            Ending::Failed { error, was_told: true } => {
+                registered.remove(&mut listener, &log);
+                Err(error)
+            }
+            Ending::Failed { error, was_told: false } => {
+                registered.keep_failure(&error, &mut listener, &log);
+                Err(error)
+            }
+        };
+        log.line("ended");
+        listener.finish(Instant::now() + FINISH_MAX);
+        outcome
+    }
+
+    // Status.
+
+    fn status(&self) -> Status {
+        let config = &self.config;
+        let (state, resident) = match &self.phase {
+            Phase::Loading => (State::Loading, None),
+            Phase::Ready(resident) => (State::Ready, Some(resident)),
+            Phase::Stopping { .. } | Phase::Ended(_) => (State::Stopping, None),
+        };
+        let progress = resident.map_or_else(|| self.load.progress(), |resident| resident.progress);
+        let report = match resident {
+            Some(resident) => resident.loaded.report.clone(),
+            None => LoadReport {
+                engine: config.tuning.engine.clone(),
+                engine_reason: "as asked for; chosen while it loads".to_owned(),
+                backing: config.tuning.backing.clone(),
+                backing_reason: "as asked for; chosen while it loads".to_owned(),
+                ..LoadReport::default()
+            },
+        };
+        let is_idle = resident.is_some() && self.leases.count() == 0;
+        let mut warnings = report.warnings;
+        if !self.registered.is_in_place() {
+            let base = shown(&config.base);
+            warnings.push(format!(
+                "{base} was removed or cleaned: other commands do not find this cache by its name"
+            ));
+        }
+        Status {
+            name: config.name.clone(),
+            state,
+            pid: rustix::process::getpid().as_raw_nonzero().get(),
+            view: config.model_dir(),
+            source: config.source.clone(),
+            bytes: resident.map_or(progress.bytes_total, |resident| resident.loaded.manifest.bytes),
+            files: resident
+                .map_or(progress.files_total, |resident| resident.loaded.manifest.files.len() as u64),
+            progress,
+            leases: self.leases.list(),
+            idle_seconds: if is_idle { self.idle_since.elapsed().as_secs_f64() } else { 0.0 },
+            created: self.registered.created().to_owned(),
+            backing: report.backing,
+            backing_reason: report.backing_reason,
+            huge_page_bytes: report.huge_page_bytes,
+            engine: report.engine,
+            engine_reason: report.engine_reason,
+            allocated_bytes: report.allocated_bytes,
+            read: report.read,
+            identity: config.identity.clone(),
+            settings: config.settings.clone(),
+            tuning: config.tuning.by_name(),
+            log: config.log_file.clone(),
+            socket: config.socket.clone(),
+            tool: env!("CARGO_PKG_VERSION").to_owned(),
+            protocol: PROTOCOL,
+            idle_ttl_seconds: config.idle_ttl_seconds,
+            warnings,
+        }
+    }
+}
+
+/// Tells the service manager, where there is one. It is a courtesy: a failure changes nothing.
+fn notify(states: &[NotifyState<'_>]) {
+    let _ = sd_notify::notify(states);
+}
+
+#[cfg(test)]
+mod tests;

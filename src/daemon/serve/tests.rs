@@ -1,0 +1,784 @@
+//! The daemon over real sockets, with real child processes, and a load that the tests steer.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use super::*;
+use crate::control::client::Client;
+use crate::control::frame;
+use crate::control::message::Request;
+use crate::daemon::config::{Limits, Tuning};
+use crate::daemon::listener::CONNECTIONS_MAX;
+use crate::daemon::load::{LoadControl, PublishedFile};
+use crate::manifest::{FileEntry, Manifest, SelectionRules};
+use crate::registry::{BaseDir, Lock, Paths, Record};
+use crate::sys::signals::SignalDescriptor;
+
+/// How long a test waits for what must happen. It is never waited for where all is well.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What the tests tell the load to do.
+enum Step {
+    Progress(u64),
+    Finish,
+    Fail(Error),
+    Panic,
+}
+
+/// A daemon in this process, its BASE, and the strings of its load.
+struct Sandbox {
+    home: tempfile::TempDir,
+    paths: Paths,
+    steps: Sender<Step>,
+    happened: Arc<Mutex<Vec<String>>>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+/// Notes when the memory is given back, and what is still there at that moment.
+struct Segments {
+    happened: Arc<Mutex<Vec<String>>>,
+    socket: PathBuf,
+}
+
+impl Drop for Segments {
+    fn drop(&mut self) {
+        let socket = if self.socket.exists() { "with" } else { "without" };
+        self.happened.lock().expect("no panic").push(format!("released {socket} the socket"));
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+fn config(base: &BaseDir, paths: &Paths) -> Config {
+    Config {
+        name: "n".to_owned(),
+        base: text(base.path()),
+        socket: text(&paths.socket),
+        pid_file: text(&paths.pid_file),
+        log_file: text(&paths.log_file),
+        view: text(&paths.view),
+        kept_dirname: None,
+        source: "/models/m".to_owned(),
+        rules: SelectionRules::default(),
+        tuning: Tuning {
+            workers: 1,
+            chunk_bytes: 64 << 20,
+            engine: "auto".to_owned(),
+            queue_depth: None,
+            read_bytes: None,
+            direct: "auto".to_owned(),
+            backing: "auto".to_owned(),
+        },
+        limits: Limits { memory_fraction: 0.9, memory_bytes_max: None, reserve_bytes: 0, force: false },
+        idle_ttl_seconds: None,
+        loads_unattended: false,
+        selection: "def".to_owned(),
+        identity: "abc".to_owned(),
+        settings: [("view".to_owned(), "v".to_owned())].into(),
+    }
+}
+
+fn loaded(files: usize, keep: Segments) -> Loaded {
+    let entry = |number: usize| FileEntry {
+        path: format!("file-{number:05}"),
+        bytes: 10,
+        mtime: "2026-01-01T00:00:00.000000000Z".to_owned(),
+        device: 1,
+        inode: number as u64,
+        passthrough: false,
+    };
+    let files: Vec<FileEntry> = (0..files).map(entry).collect();
+    let link = |file: &FileEntry| PublishedFile {
+        path: file.path.clone(),
+        descriptor: 0,
+        device: 5,
+        inode: file.inode + 100,
+        bytes: file.bytes,
+    };
+    Loaded {
+        links: files.iter().map(link).collect(),
+        manifest: Manifest {
+            schema: crate::manifest::SCHEMA,
+            name: "n".to_owned(),
+            source: "/models/m".to_owned(),
+            selection: SelectionRules::default(),
+            bytes: 10 * files.len() as u64,
+            files,
+            directory_links: Vec::new(),
+            created: "2026-01-01T00:00:00Z".to_owned(),
+            tool: "0".to_owned(),
+        },
+        passthrough: Vec::new(),
+        directory_links: Vec::new(),
+        report: LoadReport {
+            engine: "threads".to_owned(),
+            backing: "memfd".to_owned(),
+            allocated_bytes: 4096,
+            ..LoadReport::default()
+        },
+        keep: Box::new(keep),
+    }
+}
+
+/// Does what it is told until it is done or cancelled.
+fn steered_load(
+    control: &LoadControl,
+    steps: &Receiver<Step>,
+    done: impl FnOnce() -> Loaded,
+) -> Result<Loaded> {
+    loop {
+        match steps.recv_timeout(Duration::from_millis(5)) {
+            Ok(Step::Progress(bytes_done)) => {
+                control.progress(Progress { bytes_done, bytes_total: 100, ..Progress::default() });
+            }
+            Ok(Step::Finish) => return Ok(done()),
+            Ok(Step::Fail(error)) => return Err(error),
+            Ok(Step::Panic) => panic!("as the test wanted"),
+            Err(RecvTimeoutError::Timeout) if !control.cancelled() => {}
+            Err(_) => return Err(Error::new(Kind::Cancelled, "cancelled")),
+        }
+    }
+}
+
+impl Sandbox {
+    fn new() -> Sandbox {
+        Sandbox::with(3, |_| {})
+    }
+
+    fn ready() -> Sandbox {
+        let sandbox = Sandbox::new();
+        sandbox.finish_loading();
+        sandbox
+    }
+
+    fn with(files: usize, change: impl FnOnce(&mut Config)) -> Sandbox {
+        let home = tempfile::tempdir().expect("a directory");
+        std::fs::set_permissions(home.path(), PermissionsExt::from_mode(0o700)).expect("ours");
+        let base = BaseDir::prepared(home.path().to_owned());
+        for directory in [base.run_dir(), base.views_dir(), base.logs_dir()] {
+            std::fs::create_dir(directory).expect("made");
+        }
+        let paths = base.paths(&"n".parse().expect("a name"));
+        let mut config = config(&base, &paths);
+        change(&mut config);
+        let lock = Lock::try_exclusive(&paths.lock).expect("lockable").expect("free");
+        let (steps, told) = channel();
+        let happened = Arc::new(Mutex::new(Vec::new()));
+        let (is_up, up) = channel();
+        let thread = std::thread::spawn({
+            let happened = Arc::clone(&happened);
+            move || run_daemon(config, lock, files, told, happened, &is_up)
+        });
+        up.recv_timeout(PATIENCE).expect("the daemon listens");
+        Sandbox { home, paths, steps, happened, thread: Some(thread) }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.paths.socket, PATIENCE).expect("connected")
+    }
+
+    fn tell(&self, step: Step) {
+        self.steps.send(step).expect("the load listens");
+    }
+
+    fn finish_loading(&self) {
+        let mut client = self.client();
+        client.send(Operation::Wait { progress: false }).expect("sent");
+        self.tell(Step::Finish);
+        assert!(matches!(client.next(soon()).expect("an answer"), Reply::Ready { .. }));
+    }
+
+    fn status(&self) -> Status {
+        status_of(&mut self.client())
+    }
+
+    fn leases_become(&self, count: usize) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.status().leases.len() != count {
+            assert!(Instant::now() < deadline, "{:?}", self.status().leases);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits for the daemon's end, and gives how it ended.
+    fn ended(&mut self) -> Result<()> {
+        self.thread.take().expect("not waited for yet").join().expect("no assertion failed in the daemon")
+    }
+
+    fn happened(&self) -> Vec<String> {
+        self.happened.lock().expect("no panic").clone()
+    }
+
+    /// The names in BASE/run.
+    fn left(&self) -> BTreeSet<String> {
+        let run = std::fs::read_dir(self.home.path().join("run")).expect("there");
+        run.map(|entry| text(Path::new(&entry.expect("read").file_name()))).collect()
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(&self.paths.log_file).expect("a log")
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        if self.thread.is_none() {
+            return;
+        }
+        if let Ok(mut client) = Client::connect(&self.paths.socket, PATIENCE) {
+            let _ =
+                client.request(Operation::Stop { force: true, remove_view: true, wait_milliseconds: None });
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run_daemon(
+    config: Config,
+    lock: Lock,
+    files: usize,
+    told: Receiver<Step>,
+    happened: Arc<Mutex<Vec<String>>>,
+    is_up: &Sender<()>,
+) -> Result<()> {
+    let log = Log::new(std::fs::File::create(&config.log_file).expect("a log"));
+    let signals = SignalDescriptor::new(&[libc::SIGWINCH]).expect("a descriptor");
+    let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
+    let keep = Segments { happened: Arc::clone(&happened), socket: PathBuf::from(&config.socket) };
+    let publish = move |_: &Config, _: &Loaded| -> Result<Published> {
+        happened.lock().expect("no panic").push("published".to_owned());
+        let withdraw: Withdraw = Box::new(move |remove| {
+            happened.lock().expect("no panic").push(format!("withdrawn, remove {remove}"));
+            Ok(vec!["strange file".to_owned()])
+        });
+        Ok(Published { withdraw, notes: Vec::new() })
+    };
+    let load = move |control: &LoadControl| steered_load(control, &told, || loaded(files, keep));
+    is_up.send(()).expect("the test waits");
+    serve(Start {
+        config,
+        listener,
+        registered,
+        log,
+        work: Work { load: Box::new(load), publish: Box::new(publish) },
+    })
+}
+
+fn soon() -> Option<Instant> {
+    Some(Instant::now() + PATIENCE)
+}
+
+fn status_of(client: &mut Client) -> Status {
+    match client.request(Operation::Status {}).expect("a status") {
+        Reply::Status(status) => *status,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn stop() -> Operation {
+    Operation::Stop { force: false, remove_view: false, wait_milliseconds: None }
+}
+
+fn lease(client: &mut Client) -> Leased {
+    match client.request(Operation::Lease {}).expect("a lease") {
+        Reply::Leased(leased) => *leased,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn refusal(client: &mut Client, operation: Operation) -> Error {
+    client.request(operation).expect_err("refused")
+}
+
+#[test]
+fn a_load_is_followed_until_it_is_ready() {
+    let sandbox = Sandbox::new();
+    let status = sandbox.status();
+    assert_eq!((status.state, status.pid), (State::Loading, std::process::id() as i32));
+    assert_eq!(status.tuning["chunk-size"], "67108864");
+    for operation in [Operation::Manifest {}, Operation::Lease {}] {
+        assert_eq!(refusal(&mut sandbox.client(), operation).kind(), Kind::TimedOut);
+    }
+    let (mut watcher, mut waiter) = (sandbox.client(), sandbox.client());
+    watcher.send(Operation::Wait { progress: true }).expect("sent");
+    waiter.send(Operation::Wait { progress: false }).expect("sent");
+    assert!(matches!(watcher.next(soon()).expect("at once"), Reply::Progress(_)));
+    for bytes_done in [10, 20, 70] {
+        sandbox.tell(Step::Progress(bytes_done));
+    }
+    // Some of the steps may be left out, never the last one.
+    loop {
+        match watcher.next(soon()).expect("progress") {
+            Reply::Progress(Progress { bytes_done: 70, bytes_total: 100, .. }) => break,
+            Reply::Progress(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    sandbox.tell(Step::Finish);
+    let view = text(&sandbox.paths.view);
+    assert_eq!(watcher.next(soon()).expect("the end"), Reply::Ready { view: view.clone() });
+    assert_eq!(waiter.next(soon()).expect("the end"), Reply::Ready { view: view.clone() });
+    assert_eq!(waiter.request(Operation::Wait { progress: true }).expect("at once"), Reply::Ready { view });
+    let status = sandbox.status();
+    assert_eq!((status.state, status.files, status.bytes), (State::Ready, 3, 30));
+    assert_eq!((status.engine.as_str(), status.allocated_bytes), ("threads", 4096));
+    assert_eq!(status.settings["view"], "v");
+}
+
+#[test]
+fn manifest_and_lease_say_what_is_published() {
+    let sandbox = Sandbox::with(3, |config| config.kept_dirname = Some("org--model".to_owned()));
+    sandbox.finish_loading();
+    let Reply::Manifest(manifest) = sandbox.client().request(Operation::Manifest {}).expect("ready") else {
+        panic!("another answer");
+    };
+    assert_eq!(manifest.files.len(), 3);
+    let leased = lease(&mut sandbox.client());
+    assert_eq!(leased.view, format!("{}/org--model", sandbox.paths.view.display()));
+    let second = Link { path: "file-00001".into(), bytes: 10, device: 5, inode: 101 };
+    assert_eq!((leased.links.len(), &leased.links[1]), (3, &second));
+}
+
+#[test]
+fn the_end_has_an_order_and_leaves_nothing() {
+    let mut sandbox = Sandbox::ready();
+    assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json", "n.lock", "n.pid", "n.sock"]);
+    let mut client = sandbox.client();
+    let operation = Operation::Stop { force: false, remove_view: true, wait_milliseconds: None };
+    assert_eq!(client.request(operation).expect("stopped"), Reply::Stopping {});
+    client.wait_for_end(soon()).expect("closed");
+    // The connection's end is the last thing: all of this is done by now.
+    assert_eq!(sandbox.left(), BTreeSet::new());
+    let expected = ["published", "withdrawn, remove true", "released with the socket"];
+    assert_eq!(sandbox.happened(), expected);
+    sandbox.ended().expect("an orderly end");
+    assert!(sandbox.log().contains("strange file") && sandbox.log().contains("ended"));
+    let error = Client::connect(&sandbox.paths.socket, PATIENCE).expect_err("gone");
+    assert_eq!(error.kind(), Kind::NotFound);
+}
+
+#[test]
+fn a_leased_cache_is_not_stopped_unless_forced() {
+    let mut sandbox = Sandbox::ready();
+    let mut reader = sandbox.client();
+    lease(&mut reader);
+    lease(&mut reader);
+    assert_eq!(sandbox.status().leases.len(), 1, "one connection, one lease");
+    let error = refusal(&mut sandbox.client(), stop());
+    assert_eq!(error.kind(), Kind::InUse);
+    assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
+    assert_eq!(sandbox.status().state, State::Ready, "a refused stop changes nothing");
+    let forced = Operation::Stop { force: true, remove_view: false, wait_milliseconds: None };
+    assert_eq!(sandbox.client().request(forced).expect("stopped"), Reply::Stopping {});
+    sandbox.ended().expect("an orderly end");
+    assert_eq!(sandbox.happened()[1], "withdrawn, remove false");
+    assert_eq!(reader.next(soon()).expect_err("closed").kind(), Kind::NotFound);
+}
+
+#[test]
+fn a_stop_waits_for_leases_or_gives_up() {
+    let mut sandbox = Sandbox::ready();
+    let mut reader = leasing_child(&sandbox, "hold");
+    let wait = |wait_milliseconds| Operation::Stop {
+        force: false,
+        remove_view: false,
+        wait_milliseconds: Some(wait_milliseconds),
+    };
+    let error = refusal(&mut sandbox.client(), wait(1));
+    assert_eq!(error.kind(), Kind::InUse);
+    // One that went away stops nothing.
+    let mut gone = sandbox.client();
+    gone.send(wait(u64::MAX)).expect("sent");
+    assert_eq!(status_of(&mut sandbox.client()).state, State::Ready);
+    drop(gone);
+    let mut stopper = sandbox.client();
+    stopper.send(wait(u64::MAX)).expect("sent");
+    assert_eq!(sandbox.status().state, State::Ready);
+    reader.end();
+    assert_eq!(stopper.next(soon()).expect("an answer"), Reply::Stopping {});
+    stopper.wait_for_end(soon()).expect("closed");
+    sandbox.ended().expect("an orderly end");
+}
+
+#[test]
+fn cancel_ends_a_load_that_nobody_else_waits_for() {
+    let mut sandbox = Sandbox::new();
+    let (mut first, mut second) = (sandbox.client(), sandbox.client());
+    for client in [&mut first, &mut second] {
+        client.send(Operation::Wait { progress: true }).expect("sent");
+        assert!(matches!(client.next(soon()).expect("at once"), Reply::Progress(_)));
+    }
+    assert!(matches!(first.request(Operation::Cancel {}).expect("goes on"), Reply::Progress(_)));
+    assert_eq!(sandbox.status().state, State::Loading);
+    assert_eq!(refusal(&mut first, Operation::Cancel {}).kind(), Kind::Usage);
+    assert_eq!(second.request(Operation::Cancel {}).expect("the last one"), Reply::Stopping {});
+    second.wait_for_end(soon()).expect("closed");
+    assert_eq!(sandbox.left(), BTreeSet::new());
+    sandbox.ended().expect("an orderly end");
+    assert_eq!(
+        sandbox.happened(),
+        ["released with the socket"],
+        "by the load itself, and nothing was published"
+    );
+}
+
+#[test]
+fn a_load_that_was_started_to_go_on_is_not_cancelled() {
+    let sandbox = Sandbox::with(3, |config| config.loads_unattended = true);
+    let mut client = sandbox.client();
+    // Both at once: the second must not be overlooked in what was received with the first.
+    let mut frames = Vec::new();
+    for operation in [Operation::Wait { progress: false }, Operation::Cancel {}] {
+        frames.extend(frame::encode(&Request::new(operation), 1000).expect("encoded"));
+    }
+    rustix::io::write(client.as_fd(), &frames).expect("written");
+    assert!(matches!(client.next(soon()).expect("an answer"), Reply::Progress(_)));
+    sandbox.finish_loading();
+}
+
+#[test]
+fn a_stop_while_loading_tells_who_waits() {
+    let mut sandbox = Sandbox::new();
+    let mut waiter = sandbox.client();
+    waiter.send(Operation::Wait { progress: false }).expect("sent");
+    assert_eq!(sandbox.status().state, State::Loading);
+    assert_eq!(sandbox.client().request(stop()).expect("stopped"), Reply::Stopping {});
+    let Reply::Error(error) = waiter.next(soon()).expect("an answer") else { panic!("another answer") };
+    assert_eq!(error.kind, Kind::NotFound.name());
+    sandbox.ended().expect("an orderly end");
+    assert_eq!(sandbox.left(), BTreeSet::new());
+}
+
+#[test]
+fn a_failed_load_is_told_or_kept() {
+    let failure = || Error::new(Kind::NoRoom, "no room for it").hint("make some");
+    let mut told = Sandbox::new();
+    let mut waiter = told.client();
+    waiter.send(Operation::Wait { progress: false }).expect("sent");
+    assert_eq!(told.status().state, State::Loading);
+    told.tell(Step::Fail(failure()));
+    let Reply::Error(error) = waiter.next(soon()).expect("an answer") else { panic!("another answer") };
+    assert_eq!(Error::from(error).kind(), Kind::NoRoom);
+    assert_eq!(told.ended().expect_err("failed").kind(), Kind::NoRoom);
+    assert_eq!(told.left(), BTreeSet::new());
+    assert!(told.log().contains("no room for it"));
+
+    let mut unattended = Sandbox::new();
+    unattended.tell(Step::Fail(failure()));
+    assert_eq!(unattended.ended().expect_err("failed").kind(), Kind::NoRoom);
+    assert_eq!(unattended.left().into_iter().collect::<Vec<_>>(), ["n.json"]);
+    let record = Record::read(&unattended.paths.record).expect("readable").expect("kept");
+    let kept = record.failure().expect("why");
+    assert_eq!((kept.kind(), kept.hint_text()), (Kind::NoRoom, Some("make some")));
+}
+
+#[test]
+fn a_panic_in_the_load_is_a_failure() {
+    let mut sandbox = Sandbox::new();
+    sandbox.tell(Step::Panic);
+    assert_eq!(sandbox.ended().expect_err("failed").kind(), Kind::Failed);
+}
+
+#[test]
+fn an_idle_cache_is_evicted() {
+    let mut sandbox = Sandbox::with(3, |config| config.idle_ttl_seconds = Some(0.0));
+    let mut client = sandbox.client();
+    client.send(Operation::Wait { progress: false }).expect("sent");
+    sandbox.tell(Step::Finish);
+    assert!(matches!(client.next(soon()).expect("an answer"), Reply::Ready { .. }));
+    sandbox.ended().expect("an orderly end");
+    assert_eq!(sandbox.left(), BTreeSet::new());
+    assert!(sandbox.log().contains("--idle-ttl"));
+}
+
+#[test]
+fn a_removed_base_is_noticed_and_another_daemons_files_stay() {
+    let mut sandbox = Sandbox::with(1, |config| {
+        config.socket = config.socket.replace("/run/n.sock", "/views/elsewhere.sock");
+    });
+    sandbox.paths.socket = sandbox.home.path().join("views/elsewhere.sock");
+    sandbox.finish_loading();
+    assert_eq!(sandbox.status().warnings, [""; 0]);
+    let run = sandbox.home.path().join("run");
+    std::fs::remove_dir_all(&run).expect("removed");
+    std::fs::create_dir(&run).expect("made again");
+    std::fs::write(run.join("n.json"), "the next daemon's").expect("written");
+    assert!(sandbox.status().warnings[0].contains("was removed"));
+    sandbox.client().request(stop()).expect("stopped");
+    sandbox.ended().expect("an orderly end");
+    assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json"]);
+    assert!(!sandbox.paths.socket.exists());
+}
+
+// Leases of real processes.
+
+/// A child that has taken a lease; see `child`.
+struct LeasingChild {
+    child: Child,
+    input: Option<std::process::ChildStdin>,
+    output: BufReader<std::process::ChildStdout>,
+}
+
+const CHILD_SOCKET: &str = "ILOADER_TEST_LEASE_SOCKET";
+const CHILD_MODE: &str = "ILOADER_TEST_LEASE_MODE";
+
+/// Not a test of its own: what the lease tests start as a child. It takes a lease and does as its mode says,
+/// until its standard input ends.
+#[test]
+fn child() {
+    let (Some(socket), Ok(mode)) = (std::env::var_os(CHILD_SOCKET), std::env::var(CHILD_MODE)) else {
+        return;
+    };
+    let mut client = Client::connect(Path::new(&socket), PATIENCE).expect("connected");
+    lease(&mut client);
+    let connection = client.into_fd();
+    match mode.as_str() {
+        "hold" => {}
+        "close" => drop(connection),
+        "leave" => {
+            // A grandchild inherits the connection and nothing else of it.
+            rustix::io::fcntl_setfd(&connection, rustix::io::FdFlags::empty()).expect("inheritable");
+            let mut grandchild = Command::new("sleep");
+            grandchild.arg("1000").stdin(Stdio::null()).stdout(Stdio::null());
+            println!("\ngrandchild {}", grandchild.spawn().expect("sleep starts").id());
+            return;
+        }
+        other => panic!("no mode {other}"),
+    }
+    println!("\nleased");
+    let _ = std::io::stdin().read_to_end(&mut Vec::new());
+}
+
+fn leasing_child(sandbox: &Sandbox, mode: &str) -> LeasingChild {
+    let mut child = Command::new(std::env::current_exe().expect("the test binary has a path"))
+        .args(["--exact", "daemon::serve::tests::child", "--nocapture"])
+        .env(CHILD_SOCKET, &sandbox.paths.socket)
+        .env(CHILD_MODE, mode)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the child starts");
+    let input = child.stdin.take();
+    let output = BufReader::new(child.stdout.take().expect("piped"));
+    let mut leasing = LeasingChild { child, input, output };
+    if mode != "leave" {
+        leasing.line("leased");
+    }
+    leasing
+}
+
+impl LeasingChild {
+    /// The rest of the child's line that begins with `word`.
+    fn line(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            assert_ne!(self.output.read_line(&mut line).expect("readable"), 0, "the child ended early");
+            if let Some(rest) = line.strip_prefix(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    fn end(&mut self) {
+        self.input = None;
+        self.child.wait().expect("waited for");
+    }
+}
+
+impl Drop for LeasingChild {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_lease_outlives_its_connection_while_the_process_lives() {
+    let sandbox = Sandbox::ready();
+    let mut reader = leasing_child(&sandbox, "close");
+    // Asked over a later connection: the end of the first one has been seen by then.
+    let leases = sandbox.status().leases;
+    assert_eq!(leases.len(), 1);
+    assert_eq!(leases[0].pid, reader.child.id() as i32);
+    assert!(leases[0].command.contains("serve::tests::child"), "{leases:?}");
+    assert_eq!(refusal(&mut sandbox.client(), stop()).kind(), Kind::InUse);
+    reader.end();
+    sandbox.leases_become(0);
+}
+
+#[test]
+fn a_lease_outlives_its_process_while_the_connection_is_held() {
+    let sandbox = Sandbox::ready();
+    let mut reader = leasing_child(&sandbox, "leave");
+    let grandchild: i32 = reader.line("grandchild").parse().expect("a pid");
+    reader.child.wait().expect("waited for");
+    let leases = sandbox.status().leases;
+    let grandchild = rustix::process::Pid::from_raw(grandchild).expect("a pid");
+    let refused = sandbox.client().request(stop());
+    rustix::process::kill_process(grandchild, rustix::process::Signal::KILL).expect("ours, just started");
+    assert_eq!(leases.len(), 1);
+    assert_eq!(refused.expect_err("leased").kind(), Kind::InUse);
+    sandbox.leases_become(0);
+}
+
+#[test]
+fn a_killed_reader_has_no_lease() {
+    let sandbox = Sandbox::ready();
+    let mut reader = leasing_child(&sandbox, "hold");
+    sandbox.leases_become(1);
+    reader.child.kill().expect("killed");
+    // Not even waited for: a zombie reads nothing.
+    sandbox.leases_become(0);
+}
+
+// Clients that do not keep to the protocol.
+
+fn raw(sandbox: &Sandbox) -> UnixStream {
+    let stream = UnixStream::connect(&sandbox.paths.socket).expect("connected");
+    stream.set_read_timeout(Some(PATIENCE)).expect("set");
+    stream
+}
+
+/// The error that the daemon sends before it closes the connection.
+fn last_words(mut stream: UnixStream) -> Error {
+    let mut bytes = Vec::new();
+    stream.read_to_end(&mut bytes).expect("closed");
+    let mut decoder = frame::Decoder::new(frame::REPLY_BYTES_MAX);
+    decoder.fill(&bytes);
+    let reply = decoder.next_frame().expect("a frame").expect("whole");
+    match serde_json::from_slice(&reply).expect("a reply") {
+        Reply::Error(error) => error.into(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn garbage_is_answered_and_harms_nobody() {
+    let sandbox = Sandbox::ready();
+    let mut reader = sandbox.client();
+    lease(&mut reader);
+    let unknown =
+        frame::encode(&serde_json::json!({"protocol": 9, "oldest": 1, "operation": {"fly": {}}}), 999);
+    let newer = frame::encode(&serde_json::json!({"protocol": 9, "oldest": 9, "operation": {}}), 999);
+    for (bytes, expected) in [
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "'GET '"),
+        (vec![0xff; 8], "longer than the limit"),
+        (vec![2, 0, 0, 0, b'{', b'!'], "no request"),
+        (vec![0, 0, 0, 0], "no request"),
+        (unknown.expect("encoded"), "protocol 9"),
+        (newer.expect("encoded"), "protocol 9"),
+    ] {
+        let mut stream = raw(&sandbox);
+        stream.write_all(&bytes).expect("written");
+        let error = last_words(stream);
+        assert!(error.message().contains(expected), "{error}");
+    }
+    let mut half = raw(&sandbox);
+    half.write_all(&[200, 0, 0, 0, b'{']).expect("written");
+    drop(half);
+    assert_eq!(sandbox.status().leases.len(), 1);
+}
+
+#[test]
+fn a_request_that_never_gets_whole_is_closed() {
+    let sandbox = Sandbox::ready();
+    let mut half = raw(&sandbox);
+    half.write_all(&[200, 0, 0, 0, b'{']).expect("written");
+    let silent = raw(&sandbox);
+    assert_eq!(last_words(half).kind(), Kind::TimedOut);
+    let mut end = Vec::new();
+    (&silent).read_to_end(&mut end).expect("closed");
+    assert_eq!(end, b"");
+}
+
+#[test]
+fn connections_are_counted_and_leases_are_not() {
+    let sandbox = Sandbox::ready();
+    let mut readers: Vec<Client> = (0..10).map(|_| sandbox.client()).collect();
+    for reader in &mut readers {
+        lease(reader);
+    }
+    let mut others: Vec<Client> = (0..CONNECTIONS_MAX).map(|_| sandbox.client()).collect();
+    // Each is served, so each was admitted; and being served they may rest a minute.
+    for client in &mut others {
+        assert_eq!(status_of(client).leases.len(), 10);
+    }
+    let error = refusal(&mut sandbox.client(), Operation::Status {});
+    assert!(error.message().contains("256 connections"), "{error}");
+    assert!(error.hint_text().is_some());
+    drop(others);
+    // The closing is seen before a later connection is accepted, or right after it.
+    let deadline = Instant::now() + PATIENCE;
+    while sandbox.client().request(Operation::Status {}).is_err() {
+        assert!(Instant::now() < deadline, "no connection became free");
+    }
+    assert_eq!(sandbox.status().leases.len(), 10);
+}
+
+#[test]
+fn who_does_not_read_holds_nobody_up() {
+    let sandbox = Sandbox::with(20_000, |_| {});
+    sandbox.finish_loading();
+    let mut lazy = sandbox.client();
+    for _ in 0..20 {
+        lazy.send(Operation::Manifest {}).expect("sent");
+    }
+    assert_eq!(sandbox.status().files, 20_000);
+    // Nothing was lost: each request is answered when the answer before it was read.
+    for _ in 0..20 {
+        let Reply::Manifest(manifest) = lazy.next(soon()).expect("an answer") else {
+            panic!("another answer")
+        };
+        assert_eq!(manifest.files.len(), 20_000);
+    }
+}
+
+// The socket.
+
+#[test]
+fn only_a_dead_socket_is_replaced() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("s");
+    let signals = || SignalDescriptor::new(&[libc::SIGWINCH]).expect("a descriptor");
+    let living = UnixListener::bind(&path).expect("bound");
+    assert_eq!(Listener::bind(&path, signals()).expect_err("somebody listens").kind(), Kind::InUse);
+    drop(living);
+    let _listener = Listener::bind(&path, signals()).expect("replaced");
+    let mode = std::fs::metadata(&path).expect("there").permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600);
+    let file = directory.path().join("f");
+    std::fs::write(&file, "words").expect("written");
+    assert!(Listener::bind(&file, signals()).is_err());
+    assert_eq!(std::fs::read(&file).expect("there"), b"words");
+}
+
+#[test]
+fn what_cannot_be_registered_leaves_nothing() {
+    let home = tempfile::tempdir().expect("a directory");
+    let base = BaseDir::prepared(home.path().to_owned());
+    std::fs::create_dir(base.run_dir()).expect("made");
+    let paths = base.paths(&"n".parse().expect("a name"));
+    let mut config = config(&base, &paths);
+    let letter = home.path().join("letter");
+    std::fs::write(&letter, "dear all").expect("written");
+    config.pid_file = text(&letter);
+    let log = Log::new(tempfile::tempfile().expect("a file"));
+    let lock = Lock::try_exclusive(&paths.lock).expect("lockable").expect("free");
+    let signals = SignalDescriptor::new(&[libc::SIGWINCH]).expect("a descriptor");
+    Registered::new(&config, lock, signals, &log).expect_err("the pid file is a letter");
+    assert_eq!(std::fs::read_dir(base.run_dir()).expect("there").count(), 0);
+    assert_eq!(std::fs::read(&letter).expect("there"), b"dear all");
+}

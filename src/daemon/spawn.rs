@@ -1,0 +1,249 @@
+//! Becoming a daemon: the same program, executed again, that keeps nothing of its caller.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, Mode, memfd_create};
+use rustix::process::{DumpableBehavior, chdir, set_dumpable_behavior, setsid, umask};
+use rustix::stdio::{dup2_stdin, dup2_stdout};
+
+use crate::control::frame::{self, Decoder};
+use crate::control::message::WireError;
+use crate::daemon::config::{Boot, Config, Orders};
+use crate::daemon::log::Log;
+use crate::daemon::preload;
+use crate::daemon::registered::Registered;
+use crate::daemon::serve::{Start, serve};
+use crate::error::{Error, Kind, Result, shown};
+use crate::registry::{BaseDir, Lock};
+use crate::sys::peer;
+use crate::sys::signals::{self, SignalDescriptor};
+
+/// The hidden command by which the program is executed again.
+pub const COMMAND: &str = "__daemon";
+
+/// How long a daemon may take from its start until it is registered: some files in BASE.
+const BOOT_MAX: Duration = Duration::from_secs(60);
+
+/// The longest [`Boot`]: an error with its hint.
+const BOOT_BYTES_MAX: usize = 64 << 10;
+
+/// The variables that a daemon keeps. The others are its caller's affair, and some are secrets, which would
+/// stand in `/proc/<pid>/environ` for as long as the cache lives.
+const VARIABLES_KEPT: [&str; 5] = ["HOME", "PATH", "TMPDIR", "TZ", "RUST_BACKTRACE"];
+
+/// A daemon that was spawned and is registered.
+#[derive(Debug)]
+pub struct Spawned {
+    child: Child,
+}
+
+impl Spawned {
+    /// How the daemon ended, in words, where it has. It is waited for briefly: its connections close a moment
+    /// before it ends.
+    pub fn ended(&mut self) -> Option<String> {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return Some(in_words(status)),
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+                _ => return None,
+            }
+        }
+    }
+}
+
+fn in_words(status: ExitStatus) -> String {
+    match status.signal() {
+        Some(libc::SIGKILL) => {
+            "was killed (SIGKILL), as the kernel does where memory runs out: see dmesg".to_owned()
+        }
+        Some(signal) => format!("ended by signal {signal}"),
+        None => format!("ended with exit code {}", status.code().unwrap_or(-1)),
+    }
+}
+
+/// Starts a daemon for `config`, and returns when it listens and is registered. `lock` is the name's, held; the
+/// daemon holds it on. Where it fails, nothing is left but the log, and the lock is let go of.
+///
+/// The caller must be the only thread that starts processes: the lock's descriptor is inheritable for a moment.
+pub fn spawn(config: &Config, lock: Lock) -> Result<Spawned> {
+    let path = lock.path().to_owned();
+    let held = lock.into_fd();
+    let spawned = spawn_with(config, &held);
+    if spawned.is_err() {
+        // The daemon removes it, too; but it may not have come so far.
+        Lock::from_fd(held, &path).and_then(Lock::remove_and_release).ok();
+    }
+    spawned
+}
+
+fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
+    let failed = |error: &std::io::Error| Error::os("start the daemon", error);
+    let log = open_log(Path::new(&config.log_file))?;
+    let (mut boot, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
+    rustix::io::ioctl_fionbio(&boot, true).map_err(|errno| failed(&errno.into()))?;
+    let inherited = rustix::io::fcntl_dupfd(held, 3).map_err(|errno| failed(&errno.into()))?;
+    let orders = Orders { lock_descriptor: inherited.as_raw_fd(), config: config.clone() };
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0("iloader")
+        .arg(COMMAND)
+        .env_clear()
+        .envs(VARIABLES_KEPT.iter().filter_map(|name| Some((name, std::env::var_os(name)?))))
+        .current_dir("/")
+        .stdin(written(&orders)?)
+        .stdout(boot_writer)
+        .stderr(log);
+    let child = command.spawn().map_err(|error| failed(&error))?;
+    drop(inherited);
+    // The command holds the pipe's writing end, which must close for the reading end to see an end.
+    drop(command);
+    let mut spawned = Spawned { child };
+    match read_boot(&mut boot) {
+        Ok(Some(Boot::Registered {})) => Ok(spawned),
+        Ok(Some(Boot::Failed(error))) => {
+            let _ = spawned.child.wait();
+            Err(error.into())
+        }
+        Ok(None) => {
+            let how = spawned.ended().unwrap_or_else(|| "closed its standard output".to_owned());
+            Err(Error::new(Kind::Failed, format!("the daemon {how} before it was registered"))
+                .hint(format!("its log may say why: {}", shown(&config.log_file))))
+        }
+        Err(error) => {
+            // It may hang on a file system that does not answer, and must not come up later.
+            let _ = spawned.child.kill();
+            Err(error.context("the daemon did not come up"))
+        }
+    }
+}
+
+/// The orders as a file that the daemon reads from its beginning.
+fn written(orders: &Orders) -> Result<Stdio> {
+    let failed = |error: &std::io::Error| Error::os("write the daemon's orders", error);
+    let memory =
+        memfd_create("iloader:orders", MemfdFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
+    let mut file = File::from(memory);
+    let json = serde_json::to_vec(orders).map_err(|error| failed(&error.into()))?;
+    file.write_all(&json).and_then(|()| file.rewind()).map_err(|error| failed(&error))?;
+    Ok(file.into())
+}
+
+fn read_boot(pipe: &mut (impl Read + AsFd)) -> Result<Option<Boot>> {
+    let deadline = Some(Instant::now() + BOOT_MAX);
+    let Some(message) = frame::read(pipe, &mut Decoder::new(BOOT_BYTES_MAX), deadline)? else {
+        return Ok(None);
+    };
+    serde_json::from_slice(&message)
+        .map(Some)
+        .map_err(|error| Error::new(Kind::Failed, format!("cannot read what it said: {error}")))
+}
+
+/// Opens a log for appending, mode 0600 where it is new.
+pub fn open_log(path: &Path) -> Result<File> {
+    OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(|error| Error::io("open the log", path, &error))
+}
+
+/// The life of a spawned daemon, in the process that [`spawn`] started: reads its orders, detaches, tells its
+/// starter that it is registered, loads and serves. Returns when the cache has ended.
+pub fn become_daemon() -> Result<()> {
+    let mut orders = Vec::new();
+    let orders: Orders = std::io::stdin()
+        .read_to_end(&mut orders)
+        .map_err(|error| Error::os("read the orders", &error))
+        .and_then(|_| {
+            serde_json::from_slice(&orders).map_err(|error| {
+                Error::new(Kind::Usage, format!("these are no orders of 'iloader start': {error}"))
+                    .hint("this command is for 'iloader start' alone")
+            })
+        })?;
+    let lock =
+        peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
+    let booted = detach().and_then(|signals| boot(orders.config, lock, signals));
+    // The answer is the last use of the caller's pipe: it closes here, whatever the answer is.
+    let message = match &booted {
+        Ok(_) => Boot::Registered {},
+        Err(error) => Boot::Failed(WireError::from(error)),
+    };
+    let told = frame::encode(&message, BOOT_BYTES_MAX).and_then(|frame| tell_and_close(&frame));
+    let start = booted?;
+    if let Err(error) = told {
+        // Nobody waits any more, but the load was asked for.
+        start.log.line(error.message());
+    }
+    serve(start)
+}
+
+/// Leaves the caller's session, directory, streams, signals and umask behind.
+fn detach() -> Result<SignalDescriptor> {
+    let failed = |error: &std::io::Error| Error::os("detach from the caller", error);
+    signals::reset_all().map_err(|error| failed(&error))?;
+    // A client that goes away, and a log that reaches a size limit, are errors and not ends.
+    signals::ignore(libc::SIGPIPE);
+    signals::ignore(libc::SIGXFSZ);
+    let signals = SignalDescriptor::new(&[libc::SIGTERM, libc::SIGINT, libc::SIGHUP])
+        .map_err(|error| failed(&error))?;
+    // Fails only for the leader of a process group, who has no terminal to lose but by SIGHUP, which is read.
+    let _ = setsid();
+    chdir("/").map_err(|errno| failed(&errno.into()))?;
+    umask(Mode::RWXG | Mode::RWXO);
+    let null = File::open("/dev/null").map_err(|error| failed(&error))?;
+    dup2_stdin(&null).map_err(|errno| failed(&errno.into()))?;
+    // Shown by ps and top; it would be "exe" after the path it was executed by.
+    let _ = rustix::thread::set_name(c"iloader");
+    stay_readable();
+    Ok(signals)
+}
+
+/// Readers follow links to this process's descriptors, which the kernel refuses for one that is not dumpable, as it
+/// is where the program's file can't be read.
+fn stay_readable() {
+    let _ = set_dumpable_behavior(DumpableBehavior::Dumpable);
+}
+
+fn boot(config: Config, lock: OwnedFd, signals: SignalDescriptor) -> Result<Start> {
+    let log = Log::standard_error()?;
+    let base = BaseDir::prepared(config.base.clone().into());
+    let lock = Lock::from_fd(lock, &base.paths(&config.name.parse()?).lock)?;
+    let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
+    let work = preload::work(&config);
+    Ok(Start { config, listener, registered, log, work })
+}
+
+fn tell_and_close(frame: &[u8]) -> Result<()> {
+    let failed = |error: &std::io::Error| Error::os("tell the starting command that the daemon is up", error);
+    let told = std::io::stdout().write_all(frame).and_then(|()| std::io::stdout().flush());
+    dup2_stdout(std::io::stderr()).map_err(|errno| failed(&errno.into()))?;
+    told.map_err(|error| failed(&error))
+}
+
+/// Is the daemon in this process, for `start --foreground`. Log lines go to `log`. Returns when the cache has
+/// ended. The caller's streams, session and environment stay.
+pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
+    signals::ignore(libc::SIGXFSZ);
+    // What the caller ignores stays ignored: nohup keeps a service alive when its terminal goes.
+    let wanted: Vec<i32> = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP]
+        .into_iter()
+        .filter(|signal| *signal == libc::SIGTERM || !signals::is_ignored(*signal))
+        .collect();
+    let signals = SignalDescriptor::new(&wanted).map_err(|error| Error::os("wait for signals", &error))?;
+    chdir("/").map_err(|errno| Error::os("leave the working directory", &errno.into()))?;
+    umask(Mode::RWXG | Mode::RWXO);
+    stay_readable();
+    let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
+    let work = preload::work(&config);
+    serve(Start { config, listener, registered, log, work })
+}
