@@ -22,8 +22,8 @@ use crate::units::ByteSize;
 const EXCLUDED_SHOWN_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
-MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Nothing is loaded or
-written. Whether a start would be admitted is judged with its defaults: need <= 0.90 x available memory -
+MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Nothing is loaded or \
+written. Whether a start would be admitted is judged with its defaults: need <= 0.90 x available memory - \
 256 MiB. Sizes carry binary suffixes; with --json they are bytes.
 
 Example:
@@ -137,8 +137,10 @@ impl Inspection {
         let bytes = selection.bytes();
         let mut rows = vec![(
             "total".to_owned(),
-            format!("{} in {} files ({bytes} bytes)", ByteSize(bytes), selection.files.len()),
+            format!("{} in {} ({bytes} bytes)", ByteSize(bytes), counted(selection.files.len() as u64)),
         )];
+        let need = ByteSize(self.request.need_bytes);
+        rows.push(("need".to_owned(), format!("{need} in whole pages, with buffers")));
         rows.extend(
             self.available
                 .rooms
@@ -181,9 +183,13 @@ impl Inspection {
 
     fn advice_lines(&self) -> Vec<String> {
         let line = |advice: &Advice| {
-            let (size, files) = (ByteSize(advice.bytes), advice.files);
-            format!("{size} in {files} files, {}: leave out with {}", advice.what, advice.flags)
+            let (size, files) = (ByteSize(advice.bytes), counted(advice.files));
+            format!("{size} in {files}, {}: leave out with {}", advice.what, advice.flags)
         };
         self.advice.iter().map(line).collect()
     }
+}
+
+fn counted(files: u64) -> String {
+    if files == 1 { "1 file".to_owned() } else { format!("{files} files") }
 }

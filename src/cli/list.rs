@@ -19,7 +19,7 @@ use crate::units::ByteSize;
 const ASKED_AT_ONCE: usize = 16;
 
 const HELP_AFTER: &str = "\
-States: loading, ready, stopping, failed, dead (killed or crashed: 'iloader stop NAME' cleans up), unreachable
+States: loading, ready, stopping, failed, dead (killed or crashed: 'iloader stop NAME' cleans up), unreachable \
 (no answer within --timeout). Sizes carry binary suffixes; with --json they are bytes, and times seconds.
 
 Example:

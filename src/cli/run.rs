@@ -32,8 +32,8 @@ pub(crate) const EXAMPLE: &str = "iloader run qwen -- vllm serve '{model}' --por
 const LEASE_DESCRIPTOR_MIN: i32 = 32;
 
 const HELP_AFTER: &str = "\
-Every {model} inside COMMAND and its arguments becomes the path of the view, and ILOADER_MODEL_PATH is set
-to it. No shell is involved. COMMAND takes the place of iloader: its signals, terminal and exit status are
+Every {model} inside COMMAND and its arguments becomes the path of the view, and ILOADER_MODEL_PATH is set \
+to it. No shell is involved. COMMAND takes the place of iloader: its signals, terminal and exit status are \
 its own. Failures of iloader exit with 125; 126: COMMAND cannot be executed; 127: COMMAND was not found.
 
 Example:

@@ -21,8 +21,8 @@ use crate::units::ByteSize;
 const LINES_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
-Compares the source with what was loaded, and checks that every file of the view is still whole and
-immutable. Sizes carry binary suffixes; with --json they are bytes, and times seconds. Exit codes: 0 ready,
+Compares the source with what was loaded, and checks that every file of the view is still whole and \
+immutable. Sizes carry binary suffixes; with --json they are bytes, and times seconds. Exit codes: 0 ready, \
 1 failed, dead, stopping or unreachable, 3 there is no such cache, 4 loading.
 
 Example:

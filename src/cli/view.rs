@@ -11,7 +11,7 @@ use super::wait;
 use crate::error::Result;
 
 const HELP_AFTER: &str = "\
-Prints nothing and fails until the cache is ready. Reading the view directly takes no lease: keep the cache
+Prints nothing and fails until the cache is ready. Reading the view directly takes no lease: keep the cache \
 running meanwhile, or use 'iloader run'.
 
 Example:

@@ -17,7 +17,7 @@ use crate::units::ByteSize;
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 const HELP_AFTER: &str = "\
-Exit codes: 0 ready, 1 the load failed or its daemon died, 3 there is no such cache (any more), 4 timed out;
+Exit codes: 0 ready, 1 the load failed or its daemon died, 3 there is no such cache (any more), 4 timed out; \
 the load then goes on.
 
 Example:
