@@ -26,6 +26,7 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
+use crate::daemon;
 use crate::error::{Error, Kind, Result};
 
 const HELP_AFTER: &str = "\
@@ -56,6 +57,9 @@ enum Command {
     Manifest(manifest::ManifestArgs),
     List(list::ListArgs),
     Stop(stop::StopArgs),
+    /// The daemon itself: `start` executes this program again with it
+    #[command(name = daemon::spawn::COMMAND, hide = true)]
+    Daemon,
 }
 
 /// Runs the command of this process, and gives its exit code. `run` does not return where it succeeds.
@@ -86,6 +90,7 @@ fn dispatch(command: &Command) -> Result<u8> {
         Command::Manifest(args) => manifest::manifest(args).map(done),
         Command::List(args) => list::list(args).map(done),
         Command::Stop(args) => stop::stop(args).map(done),
+        Command::Daemon => daemon::spawn::become_daemon().map(done),
     }
 }
 
