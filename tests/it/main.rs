@@ -4,3 +4,4 @@
 
 mod make_model;
 mod tidy;
+mod usage;
