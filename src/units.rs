@@ -15,7 +15,7 @@ pub fn round_up(value: u64, unit: u64) -> u64 {
     assert!(unit.is_power_of_two());
     match value.checked_add(unit - 1) {
         Some(sum) => sum & !(unit - 1),
-        None => u64::MAX & !(unit - 1),
+        None => round_down(u64::MAX, unit),
     }
 }
 

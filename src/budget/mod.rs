@@ -1,1 +1,11 @@
-//! budget
+//! MAY we: whether a load fits into what the host, the cgroups above us and the process limits allow.
+//!
+//! Everything here is asked before the first byte is allocated, so that a refusal leaves nothing behind.
+
+pub mod admit;
+pub mod cgroup;
+pub mod limits;
+pub mod meminfo;
+
+pub use admit::{Grant, Request, admit};
+pub use meminfo::{Availability, Room, available};

@@ -1,1 +1,160 @@
-//! engine
+//! HOW bytes move: reads in flight, and nothing about what they are for.
+
+use std::fmt;
+
+use crate::error::{Error, Kind, Result};
+
+pub mod fault;
+mod threads;
+mod uring;
+
+pub use crate::sys::ring::{Completion, Read};
+
+/// Moves bytes for one thread, several reads at a time.
+///
+/// The contract, which every engine and every fake keeps:
+///
+/// * A [`Read`] owns its window. It comes back exactly once, in a [`Completion`], whatever happened.
+/// * At most [`Engine::depth`] reads are in flight; a further one is given back by `submit`.
+/// * `submit` only queues. Reads may start at the next `reap`, and may end in any order.
+/// * `reap` blocks until at least one read has ended, unless none is in flight.
+/// * A completion can be short without being wrong. 0 means that the file ended.
+/// * An error of `reap` means that the engine is broken: it is dropped, and dropping waits for the reads.
+pub trait Engine {
+    /// Reads in flight at the most.
+    fn depth(&self) -> usize;
+
+    /// Queues a read, or gives it back where `depth` reads are in flight.
+    // The large error is the point: the buffer comes back.
+    #[allow(clippy::result_large_err)]
+    fn submit(&mut self, read: Read) -> std::result::Result<(), Read>;
+
+    /// Starts what is queued, waits for at least one completion and appends all there are.
+    fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()>;
+}
+
+/// What the user asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// io_uring where the kernel permits it, else threads.
+    #[default]
+    Auto,
+    /// Batched io_uring submission.
+    IoUring,
+    /// `pread` on threads.
+    Threads,
+}
+
+impl Choice {
+    /// The names on the command line.
+    pub const NAMES: [&'static str; 3] = ["auto", "io-uring", "threads"];
+
+    /// The choice of a name.
+    pub fn from_name(name: &str) -> Result<Choice> {
+        match name {
+            "auto" => Ok(Choice::Auto),
+            "io-uring" => Ok(Choice::IoUring),
+            "threads" => Ok(Choice::Threads),
+            _ => Err(Error::new(Kind::Usage, format!("there is no engine '{}'", name.escape_debug()))
+                .hint("choose auto, io-uring or threads")),
+        }
+    }
+}
+
+/// Which engine reads, after probing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Model {
+    /// See [`Choice::IoUring`].
+    IoUring,
+    /// See [`Choice::Threads`].
+    Threads,
+}
+
+impl fmt::Display for Model {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Model::IoUring => "io-uring",
+            Model::Threads => "threads",
+        })
+    }
+}
+
+/// Reads in flight per worker where nothing else is asked for. The device's rate is reached from 4 on
+/// (see `docs/decisions/0001`); more hides the latency of a network.
+const DEPTH_URING: usize = 16;
+
+/// Threads cost a stack each, and buffered copies on more threads than cores only get in each other's way.
+const DEPTH_THREADS: usize = 8;
+
+/// The largest depth that may be asked for.
+pub const DEPTH_MAX: usize = 1024;
+
+/// An engine that is known to work here: what a worker starts its own instance from.
+#[derive(Clone, Debug)]
+pub struct Selected {
+    /// Which.
+    pub model: Model,
+    /// Why, for `status` and logs.
+    pub reason: String,
+    depth: usize,
+}
+
+impl Selected {
+    /// Probes what is permitted here. An error where the engine asked for by name is not.
+    pub fn probe(choice: Choice, depth: Option<u32>) -> Result<Selected> {
+        let depth = depth.map(|depth| depth as usize);
+        if let Some(depth) = depth.filter(|depth| !(1..=DEPTH_MAX).contains(depth)) {
+            return Err(Error::new(Kind::Usage, format!("a queue depth of {depth} is out of range"))
+                .hint(format!("choose 1 to {DEPTH_MAX}")));
+        }
+        let threads = |reason: String| Selected {
+            model: Model::Threads,
+            reason,
+            depth: depth.unwrap_or(DEPTH_THREADS),
+        };
+        if choice == Choice::Threads {
+            return Ok(threads("asked for".to_owned()));
+        }
+        let depth_uring = depth.unwrap_or(DEPTH_URING);
+        match uring::probe(depth_uring) {
+            Ok(()) => {
+                let reason = if choice == Choice::Auto { "the kernel permits it" } else { "asked for" };
+                Ok(Selected { model: Model::IoUring, reason: reason.to_owned(), depth: depth_uring })
+            }
+            Err(error) if choice == Choice::IoUring => {
+                Err(error.hint("choose --engine threads, or permit io_uring (container seccomp profile, kernel.io_uring_disabled)"))
+            }
+            Err(error) => Ok(threads(error.message().to_owned())),
+        }
+    }
+
+    /// A new instance, for the calling thread.
+    pub fn start(&self) -> Result<Box<dyn Engine>> {
+        Ok(match self.model {
+            Model::IoUring => Box::new(uring::Uring::new(self.depth)?),
+            Model::Threads => Box::new(threads::Threads::new(self.depth)?),
+        })
+    }
+
+    /// Reads in flight per instance.
+    pub fn depth(&self) -> usize {
+        self.depth
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_can_always_be_had() {
+        let selected = Selected::probe(Choice::Threads, None).unwrap();
+        assert_eq!(selected.model, Model::Threads);
+        assert_eq!(selected.start().unwrap().depth(), DEPTH_THREADS);
+        assert_eq!(Selected::probe(Choice::Auto, Some(0)).unwrap_err().kind(), Kind::Usage);
+        for name in Choice::NAMES {
+            Choice::from_name(name).unwrap();
+        }
+        assert_eq!(Choice::from_name("magic").unwrap_err().kind(), Kind::Usage);
+    }
+}

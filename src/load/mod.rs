@@ -1,1 +1,215 @@
-//! load
+//! MOVING bytes: the only copy loop. It takes windows from a sink empty and gives them back full.
+
+mod pages;
+mod probe;
+mod schedule;
+mod worker;
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::engine::Engine;
+use crate::error::{Error, Kind, Result};
+use crate::plan::{Chunk, Plan};
+use crate::source::{Direct, SelectedFile};
+use crate::sys::map::Window;
+use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
+
+use schedule::Schedule;
+
+/// The length of one read where nothing else is asked for: long enough for every device measured, short
+/// enough that a chunk keeps a deep queue busy.
+pub const READ_BYTES_DEFAULT: u64 = 1 << 20;
+
+/// The longest read that may be asked for.
+pub const READ_BYTES_MAX: u64 = 64 << 20;
+
+/// Workers that may be asked for.
+pub const WORKERS_MAX: usize = 256;
+
+/// How to load.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Parallel workers, each with an engine of its own.
+    pub workers: usize,
+    /// The length of one read in bytes; rounded up to whole pages.
+    pub read_bytes: u64,
+    /// Whether to bypass the page cache.
+    pub direct: Direct,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { workers: 1, read_bytes: READ_BYTES_DEFAULT, direct: Direct::Auto }
+    }
+}
+
+impl Options {
+    /// Checks the ranges.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |what: &str, value: u64, range: String| {
+            Err(Error::new(Kind::Usage, format!("{what} cannot be {value}")).hint(format!("choose {range}")))
+        };
+        if !(1..=WORKERS_MAX).contains(&self.workers) {
+            return wrong("--workers", self.workers as u64, format!("1 to {WORKERS_MAX}"));
+        }
+        if !(1..=READ_BYTES_MAX).contains(&self.read_bytes) {
+            return wrong("--read-size", self.read_bytes, format!("1 to {READ_BYTES_MAX} bytes"));
+        }
+        Ok(())
+    }
+}
+
+/// Where the bytes of a plan go. Called by several workers at once.
+///
+/// For every chunk the loop calls `open` once and then `filled` once, unless the load fails: then windows
+/// that are out are dropped.
+pub trait Sink: Sync {
+    /// The empty window for a chunk. Its length is the chunk's, rounded up to whole pages, and its address
+    /// is that of a page.
+    fn open(&self, chunk: &Chunk) -> Result<Vessel>;
+
+    /// Takes the chunk's window back, full; the bytes behind the chunk's end are zero. `huge_bytes` of it
+    /// are on huge pages.
+    fn filled(&self, chunk: &Chunk, window: Window, huge_bytes: u64) -> Result<()>;
+}
+
+/// What a sink gives to be filled.
+#[derive(Debug)]
+pub struct Vessel {
+    /// Where the bytes go.
+    pub window: Window,
+    /// The window is fresh shared memory: each huge-page extent that lies wholly inside the chunk is given
+    /// a huge page just ahead of the reads.
+    pub collapse: bool,
+}
+
+/// Who watches a load. Called by several workers at once, and often: it must be quick.
+pub trait Watch: Sync {
+    /// So many more bytes are in place.
+    fn advanced(&self, bytes: u64);
+    /// One more file is in place.
+    fn finished_file(&self);
+    /// Whether to give up.
+    fn cancelled(&self) -> bool;
+}
+
+/// How the bytes were read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// With O_DIRECT.
+    pub direct_bytes: u64,
+    /// From the page cache, where they were already.
+    pub cached_bytes: u64,
+    /// Through the page cache, and dropped again.
+    pub buffered_bytes: u64,
+}
+
+/// The same, counted by several workers.
+#[derive(Debug, Default)]
+struct Counters {
+    direct: AtomicU64,
+    cached: AtomicU64,
+    buffered: AtomicU64,
+}
+
+/// What all workers of one load share.
+struct Shared<'a> {
+    plan: &'a Plan,
+    schedule: Schedule<'a>,
+    sink: &'a dyn Sink,
+    watch: &'a dyn Watch,
+    read_bytes: u64,
+    counters: Counters,
+    /// Set by the first failure: the others stop.
+    stop: AtomicBool,
+    failure: Mutex<Option<Error>>,
+}
+
+impl Shared<'_> {
+    /// Keeps the first failure and stops everybody.
+    fn fail(&self, error: Error) {
+        let mut failure = self.failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        failure.get_or_insert(error);
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether to stop: somebody failed, or the load was cancelled.
+    fn stopped(&self) -> bool {
+        if self.stop.load(Ordering::Relaxed) {
+            return true;
+        }
+        if self.watch.cancelled() {
+            self.fail(Error::new(Kind::Cancelled, "the load was cancelled"));
+            return true;
+        }
+        false
+    }
+}
+
+/// Starts an engine for the calling thread.
+pub type StartEngine<'a> = &'a (dyn Fn() -> Result<Box<dyn Engine>> + Sync);
+
+/// Copies every chunk of `plan` from `files` into `sink`.
+///
+/// `files` is the selection that the plan was laid out from. At the end every file that was read is
+/// compared with what was selected: an error of kind [`Kind::SourceChanged`] names the one that changed.
+/// On failure all reads in flight have ended and all windows are dropped when this returns.
+pub fn run(
+    plan: &Plan,
+    files: &[SelectedFile],
+    start_engine: StartEngine<'_>,
+    sink: &dyn Sink,
+    watch: &dyn Watch,
+    options: &Options,
+) -> Result<Counts> {
+    options.check()?;
+    let read_bytes = round_up(options.read_bytes, PAGE_BYTES);
+    let slow_direct = probe::devices_better_buffered(plan, files, start_engine, options, read_bytes)?;
+    let shared = Shared {
+        plan,
+        schedule: Schedule::new(plan, files, options.direct, read_bytes, slow_direct),
+        sink,
+        watch,
+        read_bytes,
+        counters: Counters::default(),
+        stop: AtomicBool::new(false),
+        failure: Mutex::new(None),
+    };
+    let work = || {
+        if let Err(error) = start_engine().and_then(|engine| worker::work(&shared, engine)) {
+            shared.fail(error);
+        }
+    };
+    let workers = options.workers.min(plan.jobs.len());
+    std::thread::scope(|scope| {
+        for index in 1..workers {
+            let thread = std::thread::Builder::new().name(format!("load-{index}"));
+            // With fewer workers than asked for the load is slower, not wrong.
+            if thread.spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        work();
+    });
+    if let Some(error) = shared.failure.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+        return Err(error);
+    }
+    shared.schedule.check_sources()?;
+    let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    Ok(Counts {
+        direct_bytes: count(&shared.counters.direct),
+        cached_bytes: count(&shared.counters.cached),
+        buffered_bytes: count(&shared.counters.buffered),
+    })
+}
+
+/// Memory that a load takes beside its targets: a buffer of one huge page per worker for small files and
+/// one that is being handed over, and the stacks of reader threads.
+pub fn buffer_bytes(workers: usize, reader_threads: usize) -> u64 {
+    const STACK_BYTES: u64 = 128 << 10;
+    let workers = workers as u64;
+    (workers + 1)
+        .saturating_mul(HUGE_PAGE_BYTES)
+        .saturating_add(workers * reader_threads as u64 * STACK_BYTES)
+}

@@ -1,1 +1,11 @@
-//! memory
+//! Bytes in RAM: segments that nobody can change, and what holds them.
+
+mod backing;
+mod filling;
+mod resident;
+mod segment;
+
+pub use backing::{Backing, Choice};
+pub use filling::Filling;
+pub use resident::{Resident, Settings, load, load_with, need_bytes};
+pub use segment::Segment;

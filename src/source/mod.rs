@@ -1,8 +1,13 @@
 //! WHAT is read: the selection of a model directory, and how each file of it is told from any other.
 
+mod file;
+mod identity;
+
 use std::path::PathBuf;
 
 use crate::manifest::SelectionRules;
+
+pub use file::{Direct, Method, SourceFile, changed, check_unchanged};
 
 /// The files of a model directory that are taken, and why the others are not.
 #[derive(Clone, Debug)]

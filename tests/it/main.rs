@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod copy;
+mod file_systems;
+mod harness;
 mod make_model;
 mod tidy;
 mod usage;

@@ -1,0 +1,252 @@
+//! The limits of this process, met before anything is half-made: descriptors, file size, address space.
+//!
+//! Each check is a pure decision over a [`Limit`] and a thin shell that asks the kernel for it.
+
+use std::path::Path;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::error::{Error, Kind, Result};
+use crate::units::ByteSize;
+
+/// One resource limit. `None` is no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// What the kernel enforces.
+    pub soft: Option<u64>,
+    /// How far the process may raise it.
+    pub hard: Option<u64>,
+}
+
+impl From<Rlimit> for Limit {
+    fn from(limit: Rlimit) -> Limit {
+        Limit { soft: limit.current, hard: limit.maximum }
+    }
+}
+
+impl From<Limit> for Rlimit {
+    fn from(limit: Limit) -> Rlimit {
+        Rlimit { current: limit.soft, maximum: limit.hard }
+    }
+}
+
+/// Whether `needed` descriptors can be had, raising the soft limit if need be. `needed` is the highest
+/// descriptor number plus 1, which is what the limit bounds.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`] where the hard limit is lower.
+pub fn check_descriptors(needed: u64) -> Result<()> {
+    descriptors_fit(needed, getrlimit(Resource::Nofile).into())
+}
+
+/// Raises the soft limit of descriptors to `needed`, never further: a process table grows with it. A limit
+/// that is high enough stays. Returns the limit as it was, for [`restore_descriptors`].
+///
+/// # Errors
+///
+/// As [`check_descriptors`], or when the kernel refuses.
+pub fn raise_descriptors(needed: u64) -> Result<Limit> {
+    let old = Limit::from(getrlimit(Resource::Nofile));
+    descriptors_fit(needed, old)?;
+    if let Some(raised) = raised(needed, old) {
+        set_descriptors(raised)?;
+    }
+    Ok(old)
+}
+
+/// Gives the process its old limit back, so that a command that it becomes finds what the caller had.
+///
+/// # Errors
+///
+/// When the kernel refuses, which it does not for a limit that [`raise_descriptors`] returned.
+pub fn restore_descriptors(old: Limit) -> Result<()> {
+    set_descriptors(old)
+}
+
+fn set_descriptors(limit: Limit) -> Result<()> {
+    setrlimit(Resource::Nofile, limit.into())
+        .map_err(|errno| Error::os("set the limit of open files (RLIMIT_NOFILE)", &errno.into()))
+}
+
+fn descriptors_fit(needed: u64, limit: Limit) -> Result<()> {
+    let Some(hard) = limit.hard.filter(|hard| needed > *hard) else { return Ok(()) };
+    let message =
+        format!("needs {needed} descriptors, but the hard limit of this process is {hard} (RLIMIT_NOFILE)");
+    Err(Error::new(Kind::NoRoom, message).hint(format!(
+        "raise it to {needed} (as root: ulimit -n {needed}; systemd: LimitNOFILE=; containers: \
+         --ulimit nofile=), or select fewer files (--pattern)"
+    )))
+}
+
+/// The limit with the soft one raised to `needed`, or `None` where it is high enough.
+fn raised(needed: u64, limit: Limit) -> Option<Limit> {
+    limit.soft.filter(|soft| *soft < needed).map(|_| Limit { soft: Some(needed), hard: limit.hard })
+}
+
+/// Whether a file of `largest` bytes may be made. The limit counts for files in memory too, and the kernel
+/// answers with a signal that ends the process.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`] where the limit is lower.
+pub fn check_file_size(largest: u64) -> Result<()> {
+    file_size_fits(largest, getrlimit(Resource::Fsize).into())
+}
+
+fn file_size_fits(largest: u64, limit: Limit) -> Result<()> {
+    let Some(soft) = limit.soft.filter(|soft| largest > *soft) else { return Ok(()) };
+    let message = format!(
+        "the largest file has {largest} bytes ({}), but this process may only write files of {soft} bytes \
+         ({}) (RLIMIT_FSIZE)",
+        ByteSize(largest),
+        ByteSize(soft)
+    );
+    Err(Error::new(Kind::NoRoom, message).hint(way_out(largest, limit, "-f", "LimitFSIZE=", "fsize")))
+}
+
+/// Whether `bytes` more of address space can be mapped.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`] where the limit leaves less; where there is a limit, also when `/proc/self/statm`
+/// cannot be read.
+pub fn check_address_space(bytes: u64) -> Result<()> {
+    let limit = Limit::from(getrlimit(Resource::As));
+    if limit.soft.is_none() {
+        return Ok(());
+    }
+    let path = Path::new("/proc/self/statm");
+    let statm = std::fs::read_to_string(path).map_err(|cause| Error::io("read", path, &cause))?;
+    let in_use = mapped_bytes(&statm, rustix::param::page_size() as u64).ok_or_else(|| {
+        Error::new(Kind::Failed, format!("cannot read the mapped pages from {}", path.display()))
+    })?;
+    address_space_fits(bytes, in_use, limit)
+}
+
+/// The address space in use, from `/proc/self/statm`.
+fn mapped_bytes(statm: &str, page_bytes: u64) -> Option<u64> {
+    statm.split_ascii_whitespace().next()?.parse::<u64>().ok()?.checked_mul(page_bytes)
+}
+
+fn address_space_fits(bytes: u64, in_use: u64, limit: Limit) -> Result<()> {
+    let needed = bytes.saturating_add(in_use);
+    let Some(soft) = limit.soft.filter(|soft| needed > *soft) else { return Ok(()) };
+    let message = format!(
+        "needs {} of address space beside the {} in use, but this process may only map {} (RLIMIT_AS)",
+        ByteSize(bytes),
+        ByteSize(in_use),
+        ByteSize(soft)
+    );
+    Err(Error::new(Kind::NoRoom, message).hint(way_out(needed, limit, "-v", "LimitAS=", "as")))
+}
+
+/// How a limit in bytes is raised: by the user himself where the hard limit allows, else where it was set.
+fn way_out(needed: u64, limit: Limit, flag: &str, unit_line: &str, container: &str) -> String {
+    if let Some(hard) = limit.hard.filter(|hard| needed > *hard) {
+        return format!(
+            "the hard limit is {}: raise it where it was set (/etc/security/limits.conf, systemd: {unit_line}, \
+             containers: --ulimit {container}=), or select fewer files (--pattern)",
+            ByteSize(hard)
+        );
+    }
+    // Shells count in KiB here.
+    let most = limit.hard.map_or_else(|| "unlimited".to_owned(), |hard| (hard / 1024).to_string());
+    format!("raise it first: ulimit -S {flag} {most}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: Limit = Limit { soft: None, hard: None };
+
+    fn limit(soft: u64, hard: u64) -> Limit {
+        Limit { soft: Some(soft), hard: Some(hard) }
+    }
+
+    #[test]
+    fn the_hard_limit_bounds_descriptors() {
+        assert!(descriptors_fit(4096, limit(1024, 4096)).is_ok());
+        assert!(descriptors_fit(u64::MAX, NONE).is_ok());
+        let error = descriptors_fit(20300, limit(1024, 4096)).unwrap_err();
+        assert_eq!(error.kind(), Kind::NoRoom);
+        assert_eq!(
+            error.message(),
+            "needs 20300 descriptors, but the hard limit of this process is 4096 (RLIMIT_NOFILE)"
+        );
+        assert!(error.hint_text().unwrap().contains("ulimit -n 20300"));
+    }
+
+    #[test]
+    fn the_soft_limit_rises_only_as_far_as_needed() {
+        assert_eq!(raised(2000, limit(1024, 4096)), Some(limit(2000, 4096)));
+        assert_eq!(raised(1024, limit(1024, 4096)), None);
+        assert_eq!(
+            raised(2000, Limit { soft: Some(1), hard: None }),
+            Some(Limit { soft: Some(2000), hard: None })
+        );
+        assert_eq!(raised(2000, NONE), None);
+    }
+
+    /// A limit belongs to the whole process, so that this runs in one of its own, with nothing beside it.
+    #[test]
+    fn the_kernel_takes_what_is_raised_and_restored() {
+        const MARK: &str = "ILOADER_TEST_LIMITS_ALONE";
+        const LIMITS: Limit = Limit { soft: Some(100), hard: Some(200) };
+        if std::env::var_os(MARK).is_none() {
+            let test = "budget::limits::tests::the_kernel_takes_what_is_raised_and_restored";
+            let child = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", test, "--test-threads=1"])
+                .env(MARK, "1")
+                .output()
+                .unwrap();
+            assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+            assert!(String::from_utf8_lossy(&child.stdout).contains("1 passed"));
+            return;
+        }
+        let now = || Limit::from(getrlimit(Resource::Nofile));
+        set_descriptors(LIMITS).unwrap();
+        assert!(check_descriptors(200).is_ok());
+        assert_eq!(check_descriptors(201).unwrap_err().kind(), Kind::NoRoom);
+        assert_eq!(raise_descriptors(201).unwrap_err().kind(), Kind::NoRoom);
+        assert_eq!(now(), LIMITS, "a refusal changes nothing");
+        assert_eq!(raise_descriptors(100).unwrap(), LIMITS);
+        assert_eq!(now(), LIMITS, "enough stays as it is");
+        assert_eq!(raise_descriptors(150).unwrap(), LIMITS);
+        assert_eq!(now(), limit(150, 200));
+        restore_descriptors(LIMITS).unwrap();
+        assert_eq!(now(), LIMITS);
+    }
+
+    #[test]
+    fn the_soft_limit_bounds_files_and_says_how_to_raise_it() {
+        assert!(file_size_fits(1 << 30, NONE).is_ok());
+        assert!(file_size_fits(1 << 20, limit(1 << 20, 1 << 20)).is_ok());
+        let error = file_size_fits((1 << 20) + 1, limit(1 << 20, 1 << 20)).unwrap_err();
+        assert_eq!(error.kind(), Kind::NoRoom);
+        assert!(
+            error.message().contains("1048577 bytes") && error.message().contains("RLIMIT_FSIZE"),
+            "{error}"
+        );
+        assert!(error.hint_text().unwrap().starts_with("the hard limit is 1.0 MiB"), "{error:?}");
+        let error = file_size_fits(2 << 20, Limit { soft: Some(1 << 20), hard: None }).unwrap_err();
+        assert_eq!(error.hint_text(), Some("raise it first: ulimit -S -f unlimited"));
+        let error = file_size_fits(2 << 20, limit(1 << 20, 4 << 20)).unwrap_err();
+        assert_eq!(error.hint_text(), Some("raise it first: ulimit -S -f 4096"));
+    }
+
+    #[test]
+    fn address_space_counts_what_is_mapped() {
+        assert_eq!(mapped_bytes("1000 200 30 4 0 50 0\n", 4096), Some(4_096_000));
+        assert_eq!(mapped_bytes("", 4096), None);
+        assert_eq!(mapped_bytes("18446744073709551615 1", 4096), None);
+        assert!(address_space_fits(600, 400, limit(1000, 1000)).is_ok());
+        let error = address_space_fits(601, 400, limit(1000, 1000)).unwrap_err();
+        assert_eq!(error.kind(), Kind::NoRoom);
+        assert!(error.message().contains("RLIMIT_AS"), "{error}");
+        assert!(address_space_fits(u64::MAX, 400, limit(1000, 1000)).is_err());
+        assert!(address_space_fits(u64::MAX, u64::MAX, NONE).is_ok());
+        assert!(check_address_space(4096).is_ok());
+    }
+}

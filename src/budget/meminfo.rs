@@ -1,0 +1,200 @@
+//! How much memory may still be taken: the smallest room that the host and every cgroup leave.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::cgroup;
+use crate::error::{Error, Kind, Result};
+
+/// What one limit still allows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes that may still be allocated under this limit.
+    pub bytes: u64,
+    /// Whose limit it is, for messages: `host MemAvailable`, `cgroup v1 /path`.
+    pub what: String,
+}
+
+/// The room under every limit that was found, and the smallest of them, which binds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Availability {
+    /// Bytes that may still be allocated under all limits: those of `binding`.
+    pub bytes: u64,
+    /// The limit with the least room. Of equals, the first found, so that the host's comes first.
+    pub binding: Room,
+    /// Every limit that was found, the host's first, then the cgroups from ours upwards.
+    pub rooms: Vec<Room>,
+    /// What [`Availability::less`] has taken off all rooms.
+    pub promised_bytes: u64,
+    /// Limit files that exist but could not be read, each with the reason; their limits are not counted.
+    pub unread: Vec<String>,
+}
+
+impl Availability {
+    /// The smallest of `rooms`, which are not empty.
+    pub fn of(rooms: Vec<Room>) -> Availability {
+        // `min_by_key` gives the first of equals.
+        let binding = rooms.iter().min_by_key(|room| room.bytes).cloned();
+        let binding = binding.expect("the host's room is always among the rooms");
+        Availability { bytes: binding.bytes, binding, rooms, promised_bytes: 0, unread: Vec::new() }
+    }
+
+    /// What is left when other loads have filled the `promised_bytes` that were granted to them and are not
+    /// allocated yet. It is taken off every room: a load in another cgroup is counted against ours too,
+    /// which refuses rather than over-commits.
+    #[must_use]
+    pub fn less(self, promised_bytes: u64) -> Availability {
+        let mut rooms = self.rooms;
+        for room in &mut rooms {
+            room.bytes = room.bytes.saturating_sub(promised_bytes);
+        }
+        let bytes = self.bytes.saturating_sub(promised_bytes);
+        let binding = Room { bytes, what: self.binding.what };
+        let promised_bytes = self.promised_bytes.saturating_add(promised_bytes);
+        Availability { bytes, binding, rooms, promised_bytes, unread: self.unread }
+    }
+}
+
+/// What this process may still allocate, read afresh: a number that is true for a moment only.
+///
+/// # Errors
+///
+/// When `/proc/meminfo` cannot be read or has no `MemAvailable`. Cgroup files that cannot be read are
+/// listed in [`Availability::unread`] instead.
+pub fn available() -> Result<Availability> {
+    available_under(Path::new("/"), std::process::id())
+}
+
+/// [`available`] for the process `pid` of the system whose `/proc` and cgroup mounts stand under `root`.
+fn available_under(root: &Path, pid: u32) -> Result<Availability> {
+    let mut rooms = host_rooms(root)?;
+    let mut unread = Vec::new();
+    rooms.extend(cgroup::rooms(root, pid, &mut unread));
+    let mut availability = Availability::of(rooms);
+    availability.unread = unread;
+    Ok(availability)
+}
+
+fn host_rooms(root: &Path) -> Result<Vec<Room>> {
+    let path = PathBuf::from("/proc/meminfo");
+    let text = read(root, &path).map_err(|cause| Error::io("read", &path, &cause))?;
+    let bytes = field(&text, "MemAvailable").ok_or_else(|| {
+        Error::new(Kind::Failed, "/proc/meminfo has no MemAvailable: the room on this host is unknown")
+            .hint("mount /proc of a Linux kernel 3.14 or newer")
+    })?;
+    let mut rooms = vec![Room { bytes, what: "host MemAvailable".to_owned() }];
+    // Under strict accounting an allocation fails at the commit limit, however much memory is free. Where
+    // the setting cannot be read (a bare /proc), the default applies, which has no such limit.
+    let strict = read(root, Path::new("/proc/sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
+    if strict {
+        rooms.extend(commit_room(&text));
+    }
+    Ok(rooms)
+}
+
+/// The room under the commit limit, which holds where `vm.overcommit_memory` is 2.
+fn commit_room(meminfo: &str) -> Option<Room> {
+    let limit = field(meminfo, "CommitLimit")?;
+    let committed = field(meminfo, "Committed_AS")?;
+    let what = "host CommitLimit (vm.overcommit_memory is 2)".to_owned();
+    Some(Room { bytes: limit.saturating_sub(committed), what })
+}
+
+/// One field of `/proc/meminfo` in bytes, `None` where it is missing or no number.
+pub fn field(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+    kibibytes.checked_mul(1024)
+}
+
+/// The text of the kernel's file `path`, looked up under `root`. Bytes that are not UTF-8 (somebody's
+/// mount point) become U+FFFD: they never stand in what we look for.
+pub(super) fn read(root: &Path, path: &Path) -> io::Result<String> {
+    let below = path.strip_prefix("/").unwrap_or(path);
+    Ok(String::from_utf8_lossy(&std::fs::read(root.join(below))?).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::budget::cgroup::tests::System;
+
+    const MEMINFO: &str = "MemTotal:       24683656 kB\nMemFree:        22525064 kB\n\
+        MemAvailable:   24295328 kB\nBuffers:           13672 kB\nCommitLimit:    12341828 kB\n\
+        Committed_AS:    2341828 kB\nHugePages_Total:       0\n";
+
+    #[test]
+    fn fields_are_found_by_their_whole_name() {
+        assert_eq!(field(MEMINFO, "MemAvailable"), Some(24295328 * 1024));
+        assert_eq!(field(MEMINFO, "Mem"), None);
+        assert_eq!(field(MEMINFO, "HugePages_Total"), None);
+        assert_eq!(field("MemAvailable: x kB\n", "MemAvailable"), None);
+        assert_eq!(field("MemAvailable: 18446744073709551615 kB\n", "MemAvailable"), None);
+        assert_eq!(field("", "MemAvailable"), None);
+    }
+
+    #[test]
+    fn the_host_binds_without_cgroups() {
+        let system = System::new();
+        system.write("/proc/meminfo", MEMINFO);
+        let found = available_under(system.root(), 1).unwrap();
+        assert_eq!(found.binding, Room { bytes: 24295328 * 1024, what: "host MemAvailable".into() });
+        assert_eq!(found.rooms.len(), 1);
+        assert!(found.unread.is_empty());
+    }
+
+    #[test]
+    fn strict_overcommit_is_a_limit_of_its_own() {
+        let system = System::new();
+        system.write("/proc/meminfo", MEMINFO);
+        system.write("/proc/sys/vm/overcommit_memory", "0\n");
+        assert_eq!(available_under(system.root(), 1).unwrap().bytes, 24295328 * 1024);
+        system.write("/proc/sys/vm/overcommit_memory", "2\n");
+        let found = available_under(system.root(), 1).unwrap();
+        assert_eq!(found.bytes, 10_000_000 * 1024);
+        assert!(found.binding.what.contains("CommitLimit"), "{}", found.binding.what);
+    }
+
+    #[test]
+    fn without_meminfo_nothing_is_guessed() {
+        let system = System::new();
+        assert_eq!(available_under(system.root(), 1).unwrap_err().kind(), Kind::NotFound);
+        system.write("/proc/meminfo", "MemTotal: 1 kB\n");
+        let error = available_under(system.root(), 1).unwrap_err();
+        assert!(error.message().contains("MemAvailable"), "{error}");
+    }
+
+    #[test]
+    fn the_smallest_cgroup_binds() {
+        let system = System::new();
+        system.write("/proc/meminfo", MEMINFO);
+        system.write("/proc/self/cgroup", "0::/a\n");
+        system.write("/proc/self/mountinfo", "41 31 0:38 / /cg rw - cgroup2 cgroup2 rw\n");
+        system.write("/cg/a/memory.max", "4096000\n");
+        system.write("/cg/a/memory.current", "96000\n");
+        let found = available_under(system.root(), 1).unwrap();
+        assert_eq!(found.binding, Room { bytes: 4_000_000, what: "cgroup v2 /a".into() });
+        assert_eq!(found.bytes, 4_000_000);
+        assert_eq!(found.rooms.len(), 2);
+    }
+
+    #[test]
+    fn promises_are_taken_off_every_room() {
+        let rooms =
+            vec![Room { bytes: 100, what: "host".into() }, Room { bytes: 60, what: "cgroup v2 /a".into() }];
+        let left = Availability::of(rooms).less(30).less(10);
+        assert_eq!((left.bytes, left.binding.bytes, left.promised_bytes), (20, 20, 40));
+        assert_eq!(left.binding.what, "cgroup v2 /a");
+        assert_eq!(left.rooms[0].bytes, 60);
+        let none = left.less(u64::MAX);
+        assert_eq!((none.bytes, none.promised_bytes), (0, u64::MAX));
+    }
+
+    #[test]
+    fn this_machine_has_room() {
+        let found = available().unwrap();
+        assert!(found.bytes > 0);
+        assert!(found.rooms.contains(&found.binding));
+        assert_eq!(found.rooms[0].what, "host MemAvailable");
+    }
+}

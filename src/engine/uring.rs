@@ -1,0 +1,48 @@
+//! The engine: batched io_uring submission.
+
+use super::{Completion, Engine, Read};
+use crate::error::{Error, Result};
+use crate::sys::ring::Ring;
+
+/// One ring, used by the thread that made it.
+pub(super) struct Uring {
+    ring: Ring,
+}
+
+impl Uring {
+    pub(super) fn new(depth: usize) -> Result<Uring> {
+        let ring = Ring::new(depth).map_err(|cause| Error::os("set up io_uring", &cause))?;
+        Ok(Uring { ring })
+    }
+}
+
+impl Engine for Uring {
+    fn depth(&self) -> usize {
+        self.ring.depth()
+    }
+
+    fn submit(&mut self, read: Read) -> std::result::Result<(), Read> {
+        self.ring.push(read)
+    }
+
+    fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()> {
+        self.ring.reap(completions).map_err(|cause| Error::os("submit reads to io_uring", &cause))
+    }
+}
+
+/// Whether a ring of this depth can be made and a read goes through it: security policies refuse one or
+/// the other.
+pub(super) fn probe(depth: usize) -> Result<()> {
+    let mut engine = Uring::new(depth)?;
+    let doing = "read through io_uring";
+    let file = std::fs::File::open("/proc/self/stat").map_err(|cause| Error::os(doing, &cause))?;
+    let window = crate::sys::map::Mapping::anonymous(64).map_err(|cause| Error::os(doing, &cause))?;
+    let read = Read { token: 0, file: file.into(), offset: 0, window };
+    assert!(engine.submit(read).is_ok(), "an empty ring has room");
+    let mut completions = Vec::new();
+    engine.reap(&mut completions)?;
+    match completions.pop().expect("one read was submitted").result {
+        Ok(_) => Ok(()),
+        Err(cause) => Err(Error::os(doing, &cause)),
+    }
+}

@@ -1,0 +1,313 @@
+//! One worker: keeps its engine full of reads, resumes short ones, and hands full chunks to the sink.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::pages::Pages;
+use super::{Shared, Vessel};
+use crate::engine::{Completion, Engine, Read};
+use crate::error::{Error, Kind, Result};
+use crate::plan::Chunk;
+use crate::source::{Method, SourceFile, changed};
+use crate::sys::map::Window;
+use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_down};
+
+/// Times that one read is tried again in a row after EINTR or EAGAIN before that is taken for an error.
+const RETRIES_MAX: u32 = 1000;
+
+/// A chunk that is being filled.
+struct Active {
+    chunk: Chunk,
+    source: Arc<SourceFile>,
+    prefer_buffered: bool,
+    /// The part that is not cut into reads yet, and where in the chunk it begins.
+    rest: Window,
+    at: u64,
+    collapse: bool,
+    /// Where in the chunk the next extent begins that was not given a huge page yet: never before `at`.
+    extent: u64,
+    huge_bytes: u64,
+    /// The parts that were read, in order, until all are there.
+    parts: Vec<Option<Window>>,
+    parts_filled: usize,
+}
+
+impl Active {
+    /// Gives a huge page to every extent that begins before `end` and lies wholly inside the chunk.
+    fn prepare_extents(&mut self, pages: &mut Pages, end: u64) {
+        while self.collapse && self.extent < end && self.extent + HUGE_PAGE_BYTES <= self.chunk.bytes {
+            if pages.prepare(&mut self.rest, self.extent - self.at) {
+                self.huge_bytes += HUGE_PAGE_BYTES;
+            }
+            self.extent += HUGE_PAGE_BYTES;
+        }
+    }
+}
+
+/// One part of a chunk that is being read.
+struct Part {
+    active: usize,
+    index: usize,
+    /// Where in the source the next read begins.
+    offset: u64,
+    /// Bytes of the source in this part, and how many are still wanted.
+    bytes: u64,
+    wanted: u64,
+    /// What short reads have filled so far.
+    filled: Option<Window>,
+    method: Method,
+    retries: u32,
+}
+
+/// What one worker has under way.
+struct Worker<'a> {
+    shared: &'a Shared<'a>,
+    engine: Box<dyn Engine>,
+    pages: Pages,
+    job: Range<usize>,
+    /// The chunk that is being cut into reads.
+    cutting: Option<usize>,
+    active: Vec<Option<Active>>,
+    parts: Vec<Option<Part>>,
+    in_flight: usize,
+    /// Reads to be submitted before any new one: resumed and retried ones.
+    again: VecDeque<Read>,
+}
+
+/// Works until no job is left, or somebody fails.
+pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
+    let depth = engine.depth();
+    let mut worker = Worker {
+        shared,
+        engine,
+        pages: Pages::new(),
+        job: 0..0,
+        cutting: None,
+        active: Vec::new(),
+        parts: (0..depth).map(|_| None).collect(),
+        in_flight: 0,
+        again: VecDeque::new(),
+    };
+    let mut completions = Vec::with_capacity(depth);
+    while !shared.stopped() {
+        worker.fill_engine()?;
+        if worker.in_flight == 0 {
+            break;
+        }
+        worker.engine.reap(&mut completions)?;
+        for completion in completions.drain(..) {
+            worker.in_flight -= 1;
+            worker.settle(completion)?;
+        }
+    }
+    Ok(())
+}
+
+impl Worker<'_> {
+    /// Submits reads until the engine is full or nothing is left.
+    fn fill_engine(&mut self) -> Result<()> {
+        while self.in_flight < self.parts.len() {
+            let read = match self.again.pop_front() {
+                Some(read) => read,
+                None => match self.next_read()? {
+                    Some(read) => read,
+                    None => break,
+                },
+            };
+            let submitted = self.engine.submit(read);
+            assert!(submitted.is_ok(), "an engine takes as many reads as its depth");
+            self.in_flight += 1;
+        }
+        Ok(())
+    }
+
+    /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up.
+    fn next_read(&mut self) -> Result<Option<Read>> {
+        if self.cutting.is_none() && !self.open_chunk()? {
+            return Ok(None);
+        }
+        let slot = self.cutting.expect("opened above");
+        let token = free_slot(&mut self.parts);
+        let active = self.active[slot].as_mut().expect("the chunk that is cut is active");
+        let offset = active.chunk.from + active.at;
+        // Cut where the source's units of residency end, so that each part is read by one method.
+        let unit = self.shared.read_bytes;
+        let wanted = (unit - offset % unit).min(active.chunk.bytes - active.at);
+        let last = active.at + wanted == active.chunk.bytes;
+        let length = if last { active.rest.len() } else { wanted as usize };
+        active.prepare_extents(&mut self.pages, active.at + wanted);
+        let window = active.rest.split_to(length);
+        let method = active.source.method(offset, active.prefer_buffered);
+        let index = active.parts.len();
+        active.parts.push(None);
+        active.at += wanted;
+        if last {
+            self.cutting = None;
+        }
+        let file = Arc::clone(active.source.descriptor(method));
+        let part =
+            Part { active: slot, index, offset, bytes: wanted, wanted, filled: None, method, retries: 0 };
+        self.parts[token] = Some(part);
+        Ok(Some(Read { token: token as u64, file, offset, window }))
+    }
+
+    /// Makes the next chunk the one to cut; false where no job is left.
+    fn open_chunk(&mut self) -> Result<bool> {
+        let index = match self.job.next() {
+            Some(index) => index,
+            None => {
+                let Some(mut job) = self.shared.schedule.take_job() else { return Ok(false) };
+                let first = job.next().expect("a job has a chunk");
+                self.job = job;
+                first
+            }
+        };
+        let chunk = self.shared.plan.chunks[index];
+        let (source, prefer_buffered) = self.shared.schedule.source(chunk.source)?;
+        let Vessel { window, collapse } = self.shared.sink.open(&chunk)?;
+        assert_eq!(window.len() as u64, chunk.bytes.next_multiple_of(PAGE_BYTES), "a window fits its chunk");
+        let slot = free_slot(&mut self.active);
+        self.active[slot] = Some(Active {
+            chunk,
+            source,
+            prefer_buffered,
+            rest: window,
+            at: 0,
+            collapse,
+            extent: 0,
+            huge_bytes: 0,
+            parts: Vec::new(),
+            parts_filled: 0,
+        });
+        self.cutting = Some(slot);
+        Ok(true)
+    }
+
+    /// Takes one completion: done, to be resumed, to be retried, or an error.
+    fn settle(&mut self, completion: Completion) -> Result<()> {
+        let token = completion.token as usize;
+        let part = self.parts[token].as_mut().expect("a completion belongs to a part");
+        let active = self.active[part.active].as_ref().expect("a part belongs to an active chunk");
+        let source = &active.source;
+        let mut window = completion.window;
+        match completion.result {
+            Ok(bytes) if bytes as u64 >= part.wanted => return self.part_done(token, window),
+            Ok(0) => {
+                let how = format!("it ends after {} bytes", part.offset);
+                return Err(changed(source.name(), &how));
+            }
+            Ok(bytes) => {
+                // Short is normal. O_DIRECT goes on at an aligned offset; where the rest is shorter than
+                // that, through the page cache.
+                let mut keep = bytes as u64;
+                if part.method == Method::Direct && !keep.is_multiple_of(source.alignment()) {
+                    keep = round_down(keep, source.alignment());
+                    part.method = Method::Buffered;
+                }
+                let filled = window.split_to(keep as usize);
+                match &mut part.filled {
+                    Some(before) => before.join(filled),
+                    None => part.filled = Some(filled),
+                }
+                part.offset += keep;
+                part.wanted -= keep;
+                part.retries = 0;
+            }
+            Err(cause) => match cause.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) if part.retries < RETRIES_MAX => {
+                    part.retries += 1;
+                    if part.retries > 8 {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                }
+                Some(libc::EINVAL | libc::EOPNOTSUPP) if part.method == Method::Direct => {
+                    source.direct_was_refused(&cause)?;
+                    part.method = Method::Buffered;
+                }
+                _ => {
+                    let doing = format!("read {} bytes at {} of", part.wanted, part.offset);
+                    return Err(
+                        Error::io(&doing, source.name().as_ref(), &cause).with_kind(read_kind(&cause))
+                    );
+                }
+            },
+        }
+        let file = Arc::clone(source.descriptor(part.method));
+        self.again.push_back(Read { token: token as u64, file, offset: part.offset, window });
+        Ok(())
+    }
+
+    /// One part is whole; when all parts of its chunk are, the chunk goes to the sink.
+    fn part_done(&mut self, token: usize, window: Window) -> Result<()> {
+        let part = self.parts[token].take().expect("a completion belongs to a part");
+        let slot = part.active;
+        let window = match part.filled {
+            Some(mut filled) => {
+                filled.join(window);
+                filled
+            }
+            None => window,
+        };
+        self.count(part.method, part.bytes);
+        let active = self.active[slot].as_mut().expect("a part belongs to an active chunk");
+        active.parts[part.index] = Some(window);
+        active.parts_filled += 1;
+        if active.at < active.chunk.bytes || active.parts_filled < active.parts.len() {
+            return Ok(());
+        }
+        let active = self.active[slot].take().expect("checked above");
+        self.chunk_done(active)
+    }
+
+    fn chunk_done(&mut self, active: Active) -> Result<()> {
+        let Active { chunk, source, rest, huge_bytes, parts, .. } = active;
+        // What is left to cut is empty, but it would still hold the mapping.
+        drop(rest);
+        let mut parts = parts.into_iter().map(|part| part.expect("every part is filled"));
+        let mut window = parts.next().expect("a chunk has at least one part");
+        parts.for_each(|part| window.join(part));
+        // The last page of a file is read whole: what stands behind its end is nobody's.
+        window.as_mut_slice()[chunk.bytes as usize..].fill(0);
+        self.shared.sink.filled(&chunk, window, huge_bytes)?;
+        self.shared.watch.advanced(chunk.bytes);
+        if self.shared.schedule.chunk_done(chunk.source) {
+            source.forget_all();
+            self.shared.watch.finished_file();
+        } else {
+            source.forget(chunk.from, chunk.bytes);
+        }
+        Ok(())
+    }
+
+    fn count(&self, method: Method, bytes: u64) {
+        let counters = &self.shared.counters;
+        let counter = match method {
+            Method::Direct => &counters.direct,
+            Method::Cached => &counters.cached,
+            Method::Buffered => &counters.buffered,
+        };
+        counter.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// The index of an empty place; made where there is none.
+fn free_slot<T>(places: &mut Vec<Option<T>>) -> usize {
+    match places.iter().position(Option::is_none) {
+        Some(index) => index,
+        None => {
+            places.push(None);
+            places.len() - 1
+        }
+    }
+}
+
+/// A read that fails for want of memory is no missing file, whatever the errno would say elsewhere.
+fn read_kind(cause: &std::io::Error) -> Kind {
+    match cause.raw_os_error() {
+        Some(libc::ENOMEM) => Kind::NoRoom,
+        Some(libc::ESTALE) => Kind::SourceChanged,
+        _ => Kind::Failed,
+    }
+}

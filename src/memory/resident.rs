@@ -1,0 +1,97 @@
+//! From a plan to the segments that a daemon keeps alive.
+
+use std::os::fd::RawFd;
+
+use super::backing::{Backing, Choice};
+use super::filling::Filling;
+use super::segment::Segment;
+use crate::budget::Grant;
+use crate::engine::{Model, Selected};
+use crate::error::Result;
+use crate::load::{self, Counts, StartEngine, Watch};
+use crate::plan::Plan;
+use crate::source::Selection;
+
+/// How a selection is brought into memory.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The cache's name: it shows in the names of its memory files.
+    pub cache_name: String,
+    /// What holds the bytes.
+    pub backing: Choice,
+    /// Which engine reads.
+    pub engine: Selected,
+    /// How.
+    pub options: load::Options,
+    /// Where the numbers of the published descriptors begin.
+    pub lowest_descriptor: RawFd,
+}
+
+/// The segments of one selection, and how they came to be.
+#[derive(Debug)]
+pub struct Resident {
+    /// In the order of the plan's targets.
+    pub segments: Vec<Segment>,
+    /// For each file of the selection its segment; `None` for a passed-through one.
+    pub segment_of_file: Vec<Option<usize>>,
+    /// `memfd` or `tmpfs`.
+    pub backing: String,
+    /// Why this backing.
+    pub backing_reason: String,
+    /// How the bytes were read.
+    pub counts: Counts,
+}
+
+impl Resident {
+    /// Bytes on huge pages.
+    pub fn huge_page_bytes(&self) -> u64 {
+        self.segments.iter().map(Segment::huge_page_bytes).sum()
+    }
+
+    /// Memory taken, in whole pages.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.segments.iter().map(Segment::allocated_bytes).sum()
+    }
+}
+
+/// The memory that loading a plan takes: every segment in whole pages, and the buffers.
+pub fn need_bytes(plan: &Plan, engine: &Selected, workers: usize) -> u64 {
+    let reader_threads = match engine.model {
+        Model::Threads => engine.depth(),
+        Model::IoUring => 0,
+    };
+    plan.allocated_bytes().saturating_add(load::buffer_bytes(workers, reader_threads))
+}
+
+/// Allocates, fills and seals every target of `plan`. `_grant` is the permission to take the memory. On
+/// failure nothing of it is left.
+pub fn load(
+    plan: &Plan,
+    selection: &Selection,
+    settings: &Settings,
+    _grant: &Grant,
+    watch: &dyn Watch,
+) -> Result<Resident> {
+    load_with(plan, selection, settings, &|| settings.engine.start(), watch)
+}
+
+/// The same with another way to start engines, for tests with a faulty one.
+pub fn load_with(
+    plan: &Plan,
+    selection: &Selection,
+    settings: &Settings,
+    start_engine: StartEngine<'_>,
+    watch: &dyn Watch,
+) -> Result<Resident> {
+    let backing = Backing::choose(settings.backing, plan.allocated_bytes(), plan.targets.len() as u64)?;
+    let filling =
+        Filling::new(plan, &selection.files, &settings.cache_name, &backing, settings.lowest_descriptor);
+    let counts = load::run(plan, &selection.files, start_engine, &filling, watch, &settings.options)?;
+    Ok(Resident {
+        segments: filling.finish()?,
+        segment_of_file: plan.target_of_file.clone(),
+        backing: backing.to_string(),
+        backing_reason: backing.reason().to_owned(),
+        counts,
+    })
+}

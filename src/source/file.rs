@@ -1,0 +1,354 @@
+//! One source file, opened: by O_DIRECT or why not, and how much of it is in the page cache.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{Advice, AtFlags, Mode, OFlags, StatxFlags};
+
+use super::{Identity, SelectedFile};
+use crate::error::{Error, Kind, Result, shown};
+use crate::sys::cache;
+use crate::units::PAGE_BYTES;
+
+/// Whether to bypass the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// From the page cache what is there, the rest with O_DIRECT where that is possible and not slower.
+    #[default]
+    Auto,
+    /// O_DIRECT for everything; an error where it is refused.
+    Always,
+    /// Through the page cache.
+    Never,
+}
+
+impl Direct {
+    /// The names on the command line.
+    pub const NAMES: [&'static str; 3] = ["auto", "always", "never"];
+
+    /// The choice of a name.
+    pub fn from_name(name: &str) -> Result<Direct> {
+        match name {
+            "auto" => Ok(Direct::Auto),
+            "always" => Ok(Direct::Always),
+            "never" => Ok(Direct::Never),
+            _ => Err(Error::new(Kind::Usage, format!("--direct cannot be '{}'", name.escape_debug()))
+                .hint("choose auto, always or never")),
+        }
+    }
+}
+
+/// How one range is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// With O_DIRECT, from the device.
+    Direct,
+    /// Copied from the page cache, where it is whole.
+    Cached,
+    /// Through the page cache, from the device.
+    Buffered,
+}
+
+/// How much of the file was in the page cache when it was opened, before anything of it was read.
+#[derive(Debug)]
+enum Residency {
+    /// Nothing, or it cannot be known: then reading must leave nothing behind either.
+    None,
+    /// All of it.
+    All,
+    /// By units of [`SourceFile::unit`] bytes: the pages of each.
+    Mixed(Vec<u32>),
+}
+
+/// An open source file.
+#[derive(Debug)]
+pub struct SourceFile {
+    name: String,
+    file: Arc<File>,
+    /// A second description with O_DIRECT, or `file` itself where that was switched over.
+    direct: Option<Arc<File>>,
+    /// What O_DIRECT needs of offsets and addresses, in bytes.
+    alignment: u64,
+    direct_refused: AtomicBool,
+    /// Some of it was read through the page cache, from the device.
+    buffered: AtomicBool,
+    choice: Direct,
+    bytes: u64,
+    unit: u64,
+    residency: Residency,
+}
+
+impl SourceFile {
+    /// Opens a file and checks that it is the one that was selected. `unit` is the length in which it
+    /// will be read and residency is looked at: a multiple of the page size.
+    pub fn open(selected: &SelectedFile, choice: Direct, unit: u64) -> Result<SourceFile> {
+        assert!(unit > 0 && unit.is_multiple_of(PAGE_BYTES));
+        // Not blocking, and not following: what was a file may have become a FIFO or a link since.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+        let descriptor =
+            rustix::fs::open(&selected.real, flags, Mode::empty()).map_err(|errno| match errno {
+                rustix::io::Errno::NOENT | rustix::io::Errno::LOOP => {
+                    changed(&selected.path, "it is gone or replaced")
+                }
+                _ => Error::io("open", &selected.real, &errno.into()),
+            })?;
+        let file = File::from(descriptor);
+        let wanted = StatxFlags::BASIC_STATS | StatxFlags::from_bits_retain(libc::STATX_DIOALIGN);
+        let about = rustix::fs::statx(&file, "", AtFlags::EMPTY_PATH, wanted)
+            .map_err(|errno| Error::io("examine", &selected.real, &errno.into()))?;
+        check_identity(selected, &about)?;
+        let bytes = selected.identity.bytes;
+        let residency = match choice {
+            Direct::Always => Residency::None,
+            _ => residency(&file, bytes, unit, about.stx_uid),
+        };
+        let alignment = direct_alignment(&about);
+        let mut source = SourceFile {
+            name: selected.path.clone(),
+            file: Arc::new(file),
+            direct: None,
+            alignment: alignment.unwrap_or(PAGE_BYTES),
+            direct_refused: AtomicBool::new(false),
+            buffered: AtomicBool::new(false),
+            choice,
+            bytes,
+            unit,
+            residency,
+        };
+        source.set_up_direct(alignment.is_some())?;
+        Ok(source)
+    }
+
+    /// Makes the description for O_DIRECT where it will be used, and clears O_NONBLOCK on the other.
+    fn set_up_direct(&mut self, possible: bool) -> Result<()> {
+        let wanted = possible && self.choice != Direct::Never && !matches!(self.residency, Residency::All);
+        let single = self.bytes <= self.unit && matches!(self.residency, Residency::None);
+        let result = if !wanted {
+            self.set_flags(OFlags::empty())
+        } else if single {
+            // The file is one read: switching its description over saves opening it twice.
+            self.set_flags(OFlags::DIRECT).map(|()| self.direct = Some(Arc::clone(&self.file)))
+        } else {
+            self.set_flags(OFlags::empty()).and_then(|()| {
+                let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+                let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
+                let descriptor = rustix::fs::open(path, flags, Mode::empty())?;
+                self.direct = Some(Arc::new(File::from(descriptor)));
+                Ok(())
+            })
+        };
+        match result {
+            Ok(()) if self.direct.is_none() && self.choice == Direct::Always && self.bytes > 0 => {
+                Err(self.refuses_direct("the file system does not support it"))
+            }
+            Ok(()) => Ok(()),
+            Err(cause) if self.choice == Direct::Always => {
+                Err(self.refuses_direct(&crate::error::reason(&cause)))
+            }
+            Err(_) => {
+                self.direct = None;
+                self.set_flags(OFlags::empty())
+                    .map_err(|cause| Error::io("set up", self.name.as_ref(), &cause))
+            }
+        }
+    }
+
+    fn set_flags(&self, flags: OFlags) -> io::Result<()> {
+        Ok(rustix::fs::fcntl_setfl(&self.file, flags)?)
+    }
+
+    fn refuses_direct(&self, why: &str) -> Error {
+        Error::new(Kind::Failed, format!("cannot read {} with O_DIRECT: {why}", shown(&self.name)))
+            .hint("leave --direct at auto")
+    }
+
+    /// Its path in the source directory.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What O_DIRECT needs of offsets and lengths.
+    pub fn alignment(&self) -> u64 {
+        self.alignment
+    }
+
+    /// How to read `[offset, offset + length)`, a range inside one unit. `prefer_buffered`: reading this
+    /// file system through the page cache was found to be faster.
+    pub fn method(&self, offset: u64, prefer_buffered: bool) -> Method {
+        let whole = match &self.residency {
+            Residency::None => false,
+            Residency::All => true,
+            Residency::Mixed(pages) => {
+                let unit = offset / self.unit;
+                pages.get(unit as usize).is_some_and(|pages| u64::from(*pages) == self.pages_of_unit(unit))
+            }
+        };
+        let direct_possible = self.direct.is_some()
+            && !self.direct_refused.load(Ordering::Relaxed)
+            && offset.is_multiple_of(self.alignment)
+            && self.alignment <= PAGE_BYTES;
+        match self.choice {
+            Direct::Always => Method::Direct,
+            _ if whole => Method::Cached,
+            Direct::Auto if direct_possible && !prefer_buffered => Method::Direct,
+            _ => {
+                self.buffered.store(true, Ordering::Relaxed);
+                Method::Buffered
+            }
+        }
+    }
+
+    fn pages_of_unit(&self, unit: u64) -> u64 {
+        let start = unit * self.unit;
+        (self.bytes - start).min(self.unit).div_ceil(PAGE_BYTES)
+    }
+
+    /// The descriptor for a method.
+    pub fn descriptor(&self, method: Method) -> &Arc<File> {
+        match method {
+            Method::Direct => self.direct.as_ref().unwrap_or(&self.file),
+            Method::Cached | Method::Buffered => &self.file,
+        }
+    }
+
+    /// Called when a direct read was refused: from now on this file is read through the page cache. An
+    /// error where the user insists on O_DIRECT.
+    pub fn direct_was_refused(&self, cause: &io::Error) -> Result<()> {
+        if self.choice == Direct::Always {
+            return Err(self.refuses_direct(&crate::error::reason(cause)));
+        }
+        self.direct_refused.store(true, Ordering::Relaxed);
+        self.buffered.store(true, Ordering::Relaxed);
+        if self.direct.as_ref().is_some_and(|direct| Arc::ptr_eq(direct, &self.file)) {
+            self.set_flags(OFlags::empty())
+                .map_err(|cause| Error::io("set up", self.name.as_ref(), &cause))?;
+        }
+        Ok(())
+    }
+
+    /// Drops from the page cache what reading `[offset, offset + length)` brought into it: what was there
+    /// before stays. Some file systems serve O_DIRECT through the cache, so this looks in every case. To be
+    /// called for each range behind the cursor, and for the whole file at the end: readahead goes further
+    /// than what was asked for.
+    pub fn forget(&self, offset: u64, length: u64) {
+        match &self.residency {
+            Residency::All => {}
+            Residency::None => self.drop_range(offset, length, 0),
+            Residency::Mixed(pages) => {
+                let mut at = offset / self.unit;
+                while at * self.unit < offset + length {
+                    let before = u64::from(pages[at as usize]);
+                    if before < self.pages_of_unit(at) {
+                        self.drop_range(at * self.unit, self.unit.min(self.bytes - at * self.unit), before);
+                    }
+                    at += 1;
+                }
+            }
+        }
+    }
+
+    /// [`SourceFile::forget`] for the whole file.
+    pub fn forget_all(&self) {
+        self.forget(0, self.bytes);
+    }
+
+    /// Drops a range where it now holds more pages than `before`, or where that cannot be known: an overlay
+    /// counts none, whatever its layers hold.
+    fn drop_range(&self, offset: u64, length: u64, before: u64) {
+        let Some(nonzero) = std::num::NonZeroU64::new(length) else { return };
+        let all_direct = !self.buffered.load(Ordering::Relaxed);
+        if all_direct && cache::cached_pages(&self.file, offset, length).is_ok_and(|pages| pages <= before) {
+            return;
+        }
+        // Advice: where it is refused the pages stay until the kernel needs them.
+        let _ = rustix::fs::fadvise(&self.file, offset, Some(nonzero), Advice::DontNeed);
+    }
+
+    /// Whether the file lies on a network or FUSE file system, where O_DIRECT may be the slower way.
+    pub fn is_remote(&self) -> bool {
+        rustix::fs::fstatfs(&self.file)
+            .is_ok_and(|about| REMOTE.contains(&(about.f_type as u64 & 0xffff_ffff)))
+    }
+}
+
+/// `f_type` of file systems whose bytes come over a network or out of another process: NFS, SMB (three
+/// generations), Ceph, FUSE, 9P, Lustre, AFS, Coda, GFS2, OCFS2, and virtiofs (which reports FUSE).
+const REMOTE: [u64; 12] = [
+    0x6969,
+    0x517b,
+    0xff53_4d42,
+    0xfe53_4d42,
+    0x00c3_6400,
+    0x6573_5546,
+    0x0102_1997,
+    0x0bd0_0bd0,
+    0x5346_414f,
+    0x7375_7245,
+    0x0116_1970,
+    0x7461_636f,
+];
+
+/// The error for a file that is not what was selected any more.
+pub fn changed(path: &str, how: &str) -> Error {
+    Error::new(Kind::SourceChanged, format!("{} changed while it was read: {how}", shown(path)))
+        .hint("start again when nothing writes to the model directory any more")
+}
+
+fn check_identity(selected: &SelectedFile, about: &rustix::fs::Statx) -> Result<()> {
+    let now = Identity {
+        device: rustix::fs::makedev(about.stx_dev_major, about.stx_dev_minor),
+        inode: about.stx_ino,
+        bytes: about.stx_size,
+        mtime_seconds: about.stx_mtime.tv_sec,
+        mtime_nanoseconds: about.stx_mtime.tv_nsec,
+    };
+    check_unchanged(selected, &now)
+}
+
+/// Whether `now` is still the file that was selected; the error says how it changed.
+pub fn check_unchanged(selected: &SelectedFile, now: &Identity) -> Result<()> {
+    if selected.identity.is_unchanged(now) {
+        return Ok(());
+    }
+    Err(changed(&selected.path, &selected.identity.differences(now).join(", ")))
+}
+
+/// What O_DIRECT needs here; `None` where the file system says that it cannot. Kernels before 6.1 and file
+/// systems that do not tell get the page size, which serves all common devices.
+fn direct_alignment(about: &rustix::fs::Statx) -> Option<u64> {
+    if about.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return Some(PAGE_BYTES);
+    }
+    let alignment = u64::from(about.stx_dio_offset_align.max(about.stx_dio_mem_align));
+    (alignment > 0).then_some(alignment)
+}
+
+/// Looks at the page cache before anything is read.
+fn residency(file: &File, bytes: u64, unit: u64, owner: u32) -> Residency {
+    if bytes == 0 {
+        return Residency::None;
+    }
+    // The kernel hides the truth from who neither owns nor may write the file, and `mincore` even lies.
+    let own = rustix::process::geteuid();
+    let may_ask_mincore = own.is_root() || own.as_raw() == owner;
+    let count = |offset: u64, length: u64| match cache::cached_pages(file, offset, length) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) && may_ask_mincore => {
+            cache::resident_pages(file, offset, usize::try_from(length).unwrap_or(usize::MAX)).ok()
+        }
+        other => other.ok(),
+    };
+    match count(0, bytes) {
+        None | Some(0) => Residency::None,
+        Some(pages) if pages >= bytes.div_ceil(PAGE_BYTES) => Residency::All,
+        Some(_) => {
+            let units = (0..bytes.div_ceil(unit)).map(|index| {
+                let start = index * unit;
+                count(start, unit.min(bytes - start)).unwrap_or(0) as u32
+            });
+            Residency::Mixed(units.collect())
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Whether a view may stand at a path, seen from its source.
+
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs;
+
+use crate::error::{Error, Kind, Result, shown};
+use crate::registry::dir::Inode;
+
+/// Refuses a view inside its source, which would then be written to, and one around it, which would hide
+/// it. Links and bind mounts are seen through. The view need not exist.
+///
+/// # Errors
+///
+/// [`Kind::Usage`] where the two overlap; others where a path cannot be resolved.
+pub fn check_place(view: &Path, source: &Path) -> Result<()> {
+    let source =
+        std::fs::canonicalize(source).map_err(|cause| Error::io("resolve the source", source, &cause))?;
+    let resolved = resolve(view)?;
+    if resolved.starts_with(&source) || any_ancestor_is(&resolved, &source) {
+        return Err(refused(view, "inside", &source));
+    }
+    if source.starts_with(&resolved) || any_ancestor_is(&source, &resolved) {
+        return Err(refused(view, "around", &source));
+    }
+    Ok(())
+}
+
+fn refused(view: &Path, how: &str, source: &Path) -> Error {
+    let error = format!("the view {} would be {how} the source {}", shown(view), shown(source));
+    Error::new(Kind::Usage, error).hint("choose a --view apart from it")
+}
+
+/// Whether `path` or a directory above it is the same directory as `other`, by whatever path.
+fn any_ancestor_is(path: &Path, other: &Path) -> bool {
+    let inode = |path: &Path| fs::stat(path).ok().map(|found| Inode::of(&found));
+    let Some(other) = inode(other) else { return false };
+    path.ancestors().any(|ancestor| inode(ancestor) == Some(other))
+}
+
+/// The view's path with its existing parents resolved through links. Its last part is not: a link there
+/// is never followed.
+fn resolve(view: &Path) -> Result<PathBuf> {
+    let (Some(parent), Some(name)) = (view.parent(), view.file_name()) else {
+        let error = format!("{} cannot be a view: it does not end in a name", shown(view));
+        return Err(Error::new(Kind::Usage, error).hint("choose another --view"));
+    };
+    for existing in parent.ancestors() {
+        let missing = parent.strip_prefix(existing).unwrap_or(Path::new(""));
+        match std::fs::canonicalize(existing) {
+            Ok(resolved) if missing.components().all(|part| matches!(part, Component::Normal(_))) => {
+                return Ok(resolved.join(missing).join(name));
+            }
+            Ok(_) => {
+                let error = format!("{} goes up from a directory that does not exist", shown(view));
+                return Err(Error::new(Kind::Usage, error).hint("write --view without '..'"));
+            }
+            Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => {}
+            Err(cause) => return Err(Error::io("resolve the view", existing, &cause)),
+        }
+    }
+    Err(Error::new(Kind::Usage, format!("{} is not an absolute path", shown(view))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn a_view_stands_apart_from_its_source() {
+        let home = tempfile::tempdir().unwrap();
+        let at = |path: &str| home.path().join(path);
+        std::fs::create_dir_all(at("models/m/sub")).unwrap();
+        symlink("models/m", at("link")).unwrap();
+        symlink("models", at("up")).unwrap();
+        let refused = |view: &str, source: &str, how: &str| {
+            let error = check_place(&at(view), &at(source)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Usage);
+            assert!(error.message().contains(how), "{view}: {}", error.message());
+        };
+        refused("models/m", "models/m", "inside");
+        refused("models/m/view", "models/m", "inside");
+        refused("models/m/new/view", "models/m", "inside");
+        refused("link/view", "models/m", "inside");
+        refused("models/m/view", "link", "inside");
+        refused("up/m/sub/view", "link", "inside");
+        refused("models", "models/m", "around");
+        refused("models", "link", "around");
+        refused("models/m/../m/v", "models/m", "inside");
+        refused("absent/../models/m/v", "models/m", "goes up");
+        assert!(check_place(Path::new("/"), &at("models/m")).is_err());
+        for fine in ["models/m2", "views/m", "models/view", "m/models/m", "models/m.view"] {
+            check_place(&at(fine), &at("models/m")).unwrap();
+        }
+        assert_eq!(check_place(&at("v"), &at("absent")).unwrap_err().kind(), Kind::NotFound);
+    }
+}
