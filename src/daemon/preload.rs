@@ -85,7 +85,7 @@ fn lowest_descriptor(plan: &Plan) -> Result<i32> {
 
 fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
     limits::check_file_size(plan.bytes_of_longest())?;
-    let need_bytes = plan.allocated_bytes().saturating_add(buffer_bytes(settings));
+    let need_bytes = memory::need_bytes(plan, &settings.engine, settings.options.workers);
     limits::check_address_space(need_bytes)?;
     let request = budget::Request {
         need_bytes,
@@ -96,12 +96,6 @@ fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Gr
     };
     budget::admit(&request, &budget::available()?)
         .map_err(|error| error.context(format_args!("cannot start '{}'", config.name)))
-}
-
-/// The reads' own memory beside the segments: one page for each that can be in flight.
-fn buffer_bytes(settings: &Settings) -> u64 {
-    let in_flight = settings.options.workers.saturating_mul(settings.engine.depth());
-    (in_flight as u64).saturating_mul(crate::units::PAGE_BYTES)
 }
 
 /// Adds up what the workers report.
@@ -193,7 +187,8 @@ fn manifest_of(config: &Config, selection: &Selection) -> Manifest {
         inode: file.identity.inode,
         passthrough: file.passthrough,
     };
-    let link = |link: &source::DirectoryLink| DirectoryLink { path: link.path.clone(), target: link.target.clone() };
+    let link =
+        |link: &source::DirectoryLink| DirectoryLink { path: link.path.clone(), target: link.target.clone() };
     Manifest {
         schema: manifest::SCHEMA,
         name: config.name.clone(),

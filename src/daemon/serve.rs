@@ -20,7 +20,9 @@ use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply
 use crate::daemon::config::Config;
 use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
 use crate::daemon::listener::{Event, Listener};
-use crate::daemon::load::{Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work};
+use crate::daemon::load::{
+    Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work,
+};
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};

@@ -90,7 +90,7 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
     let log = open_log(Path::new(&config.log_file))?;
     let (mut boot, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
     rustix::io::ioctl_fionbio(&boot, true).map_err(|errno| failed(&errno.into()))?;
-    let inherited = rustix::io::fcntl_dupfd(held, 3).map_err(|errno| failed(&errno.into()))?;
+    let inherited = inheritable(held).map_err(|errno| failed(&errno.into()))?;
     let orders = Orders { lock_descriptor: inherited.as_raw_fd(), config: config.clone() };
     let mut command = Command::new("/proc/self/exe");
     command
@@ -126,10 +126,18 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
     }
 }
 
+/// A copy that stays open in the program that is executed next.
+fn inheritable(descriptor: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+    let copy = rustix::io::fcntl_dupfd_cloexec(descriptor, 3)?;
+    rustix::io::fcntl_setfd(&copy, rustix::io::FdFlags::empty())?;
+    Ok(copy)
+}
+
 /// The orders as a file that the daemon reads from its beginning.
 fn written(orders: &Orders) -> Result<Stdio> {
     let failed = |error: &std::io::Error| Error::os("write the daemon's orders", error);
-    let memory = memfd_create("iloader:orders", MemfdFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
+    let memory =
+        memfd_create("iloader:orders", MemfdFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let mut file = File::from(memory);
     let json = serde_json::to_vec(orders).map_err(|error| failed(&error.into()))?;
     file.write_all(&json).and_then(|()| file.rewind()).map_err(|error| failed(&error))?;
@@ -138,7 +146,9 @@ fn written(orders: &Orders) -> Result<Stdio> {
 
 fn read_boot(pipe: &mut (impl Read + AsFd)) -> Result<Option<Boot>> {
     let deadline = Some(Instant::now() + BOOT_MAX);
-    let Some(message) = frame::read(pipe, &mut Decoder::new(BOOT_BYTES_MAX), deadline)? else { return Ok(None) };
+    let Some(message) = frame::read(pipe, &mut Decoder::new(BOOT_BYTES_MAX), deadline)? else {
+        return Ok(None);
+    };
     serde_json::from_slice(&message)
         .map(Some)
         .map_err(|error| Error::new(Kind::Failed, format!("cannot read what it said: {error}")))
@@ -167,7 +177,8 @@ pub fn become_daemon() -> Result<()> {
                     .hint("this command is for 'iloader start' alone")
             })
         })?;
-    let lock = peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
+    let lock =
+        peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
     let booted = detach().and_then(|signals| boot(orders.config, lock, signals));
     // The answer is the last use of the caller's pipe: it closes here, whatever the answer is.
     let message = match &booted {
@@ -235,8 +246,7 @@ pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
         .into_iter()
         .filter(|signal| *signal == libc::SIGTERM || !signals::is_ignored(*signal))
         .collect();
-    let signals =
-        SignalDescriptor::new(&wanted).map_err(|error| Error::os("wait for signals", &error))?;
+    let signals = SignalDescriptor::new(&wanted).map_err(|error| Error::os("wait for signals", &error))?;
     chdir("/").map_err(|errno| Error::os("leave the working directory", &errno.into()))?;
     umask(Mode::RWXG | Mode::RWXO);
     stay_readable();
