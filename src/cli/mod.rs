@@ -1,6 +1,178 @@
-//! The command line.
+//! The command line: one file per command, named as typed.
+//!
+//! Only this module and those below it read arguments, print, and choose exit codes. stdout carries the
+//! answer alone; everything else goes to stderr.
 
-/// Runs the command of this process.
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+mod args;
+mod inspect;
+mod json;
+mod list;
+mod manifest;
+pub mod output;
+mod preflight;
+pub mod progress;
+mod run;
+mod status;
+mod stop;
+mod target;
+#[cfg(test)]
+mod testing;
+mod view;
+mod wait;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use crate::daemon;
+use crate::error::{Error, Kind, Result};
+
+const HELP_AFTER: &str = "\
+Sizes are bytes or carry a binary suffix (512MiB, 32GiB); times are seconds. Exit codes: 0 done, 1 failed, \
+2 wrong usage, 3 not found, 4 timed out or still loading, 5 in use, 6 no memory, quota or disk, \
+7 verification failed, 8 the source changed, 9 stale or another identity.
+
+Example:
+  iloader start /models/Qwen3-8B --name qwen
+  iloader run qwen -- vllm serve '{model}'
+  iloader stop qwen";
+
+/// Keeps AI model files in memory, so that inference engines restart without reading storage again
+#[derive(Debug, Parser)]
+#[command(name = "iloader", version, after_help = HELP_AFTER, arg_required_else_help = false)]
+struct CommandLine {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Inspect(inspect::InspectArgs),
+    Run(run::RunArgs),
+    Status(status::StatusArgs),
+    Wait(wait::WaitArgs),
+    View(view::ViewArgs),
+    Manifest(manifest::ManifestArgs),
+    List(list::ListArgs),
+    Stop(stop::StopArgs),
+    /// The daemon itself: `start` executes this program again with it
+    #[command(name = daemon::spawn::COMMAND, hide = true)]
+    Daemon,
+}
+
+/// Runs the command of this process, and gives its exit code. `run` does not return where it succeeds.
+pub fn main() -> ExitCode {
+    ExitCode::from(execute(std::env::args_os().collect()))
+}
+
+fn execute(arguments: Vec<OsString>) -> u8 {
+    let is_run = arguments.get(1).is_some_and(|first| first == "run");
+    let outcome = match CommandLine::try_parse_from(arguments) {
+        Ok(line) => dispatch(&line.command),
+        Err(error) => answer_or_refuse(&error, is_run),
+    };
+    outcome.unwrap_or_else(|error| {
+        output::error(&error);
+        if is_run { run::exit_code(&error) } else { error.kind().exit_code() }
+    })
+}
+
+fn dispatch(command: &Command) -> Result<u8> {
+    let done = |()| 0;
+    match command {
+        Command::Inspect(args) => inspect::inspect(args).map(done),
+        Command::Run(args) => run::run(args).map(|never| match never {}),
+        Command::Status(args) => status::status(args),
+        Command::Wait(args) => wait::wait(args).map(done),
+        Command::View(args) => view::view(args).map(done),
+        Command::Manifest(args) => manifest::manifest(args).map(done),
+        Command::List(args) => list::list(args).map(done),
+        Command::Stop(args) => stop::stop(args).map(done),
+        Command::Daemon => daemon::spawn::become_daemon().map(done),
+    }
+}
+
+/// Help and version are answers; everything else that the parser says is wrong usage.
+fn answer_or_refuse(error: &clap::Error, is_run: bool) -> Result<u8> {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            output::print(&error.render().to_string()).map(|()| 0)
+        }
+        ErrorKind::MissingSubcommand => {
+            Err(Error::new(Kind::Usage, "a command is missing").hint("iloader --help lists them"))
+        }
+        _ if is_run => {
+            let form = format!("everything after -- is the command: {}", run::EXAMPLE);
+            Err(usage_error(error).hint(form))
+        }
+        _ => Err(usage_error(error)),
+    }
+}
+
+/// What the parser has to say, as one line and a hint like every other error: its tips and the usage.
+fn usage_error(error: &clap::Error) -> Error {
+    let text = error.render().to_string();
+    let mut paragraphs = text.split("\n\n").map(one_line);
+    let message = paragraphs.next().unwrap_or_default();
+    let hints: Vec<String> = paragraphs
+        .filter_map(|paragraph| {
+            let usage = paragraph.strip_prefix("Usage: ").map(|usage| format!("usage: {usage}"));
+            usage.or_else(|| paragraph.strip_prefix("tip: ").map(str::to_owned))
+        })
+        .collect();
+    let error = Error::new(Kind::Usage, message.strip_prefix("error: ").unwrap_or(&message));
+    if hints.is_empty() { error.hint("see iloader --help") } else { error.hint(hints.join("; ")) }
+}
+
+fn one_line(paragraph: &str) -> String {
+    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn refusal(line: &str) -> Error {
+        let error = CommandLine::try_parse_from(line.split(' ')).expect_err("wrong usage");
+        usage_error(&error)
+    }
+
+    #[test]
+    fn the_parser_is_consistent() {
+        CommandLine::command().debug_assert();
+    }
+
+    #[test]
+    fn every_help_ends_with_an_example() {
+        let mut command = CommandLine::command();
+        command.build();
+        for command in command.get_subcommands_mut().filter(|command| !command.is_hide_set()) {
+            let name = command.get_name().to_owned();
+            if name == "help" {
+                continue;
+            }
+            let help = command.render_help().to_string();
+            let (_, example) =
+                help.rsplit_once("Example:\n").unwrap_or_else(|| panic!("{name} has no example"));
+            assert!(example.contains(&format!("iloader {name}")), "{name}: {example}");
+        }
+    }
+
+    #[test]
+    fn wrong_usage_is_one_line_and_a_hint() {
+        let unknown = refusal("iloader status --jsom qwen");
+        assert_eq!(unknown.message(), "unexpected argument '--jsom' found");
+        assert_eq!(
+            unknown.hint_text(),
+            Some("a similar argument exists: '--json'; usage: iloader status --json [NAME]")
+        );
+        for line in ["iloader inspect", "iloader list --timeout -1", "iloader list --timeout inf"] {
+            let error = refusal(line);
+            assert!(!error.message().contains('\n') && error.hint_text().is_some(), "{line}");
+            assert_eq!(error.kind().exit_code(), 2);
+        }
+    }
 }

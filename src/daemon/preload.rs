@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
 
+use rustix::process::{Resource, getrlimit};
+
 use crate::budget::{self, limits};
 use crate::control::message::{Progress, ReadCounts};
 use crate::daemon::config::Config;
@@ -11,18 +13,21 @@ use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Publis
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
 use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
-use crate::manifest::{self, DirectoryLink, FileEntry, Manifest};
+use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
 use crate::source::{self, Direct, Selection};
 use crate::view::{View, ViewLink};
 
-/// Published descriptors have numbers from somewhere in here on, so that a process that later gets this one's
-/// number hardly has a descriptor where a stale link points. Below 65,536 the table stays small.
-const DESCRIPTORS_FROM: std::ops::Range<u64> = 1024..32_768;
+/// Where the numbers of published descriptors begin: a random number in this range, so that the process
+/// that gets a dead daemon's pid does not have a file open under the same number. Below 65,536 the table of
+/// descriptors stays small.
+const DESCRIPTORS_FROM: u64 = 1024;
+const DESCRIPTORS_TO: u64 = 65_536;
 
-/// Descriptors besides the published ones: the standard streams, the load's own, leases and connections.
-const DESCRIPTORS_OTHER: u64 = 1024;
+/// Descriptors that a daemon needs beside the published ones: its log, connections and leases, and what is
+/// open while it loads.
+const DESCRIPTORS_OWN: u64 = 512;
 
 /// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
 pub fn work(config: &Config) -> Work {
@@ -39,8 +44,12 @@ fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
         return Err(Error::new(Kind::SourceChanged, message).hint("start it again"));
     }
     let plan = plan::lay_out(&selection, config.tuning.chunk_bytes);
-    let settings = settings(config, &plan)?;
-    let grant = admit(config, &plan, &settings)?;
+    let refused = |error: Error| match error.kind() {
+        Kind::NoRoom => error.context(format_args!("cannot start '{}'", config.name)),
+        _ => error,
+    };
+    let settings = settings(config, &plan).map_err(refused)?;
+    let grant = admit(config, &plan, &settings).map_err(refused)?;
     let watch = Reporter::new(control, &plan, started);
     let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
     watch.report();
@@ -64,38 +73,47 @@ fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
     })
 }
 
-/// A random place for the published descriptors, as far up as the limit of open files allows.
+/// Where the published descriptors begin, after raising the limit to what they need.
 fn lowest_descriptor(plan: &Plan) -> Result<i32> {
-    let needed_from = |base: u64| base + plan.targets.len() as u64 + DESCRIPTORS_OTHER;
-    let mut random = [0; 8];
-    let base = match rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty()) {
-        Ok(_) => {
-            let span = DESCRIPTORS_FROM.end - DESCRIPTORS_FROM.start;
-            DESCRIPTORS_FROM.start + u64::from_ne_bytes(random) % span
-        }
-        Err(errno) => return Err(Error::os("choose descriptor numbers", &errno.into())),
-    };
-    if limits::raise_descriptors(needed_from(base)).is_ok() {
-        return Ok(base as i32);
+    let count = plan.targets.len() as u64;
+    limits::check_descriptors(DESCRIPTORS_OWN + count)?;
+    let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+    let lowest = place_descriptors(count, hard, random());
+    limits::raise_descriptors(lowest + count)?;
+    Ok(i32::try_from(lowest).expect("the range ends far below"))
+}
+
+/// A place for `count` descriptors under the limit `hard`: in the range where there is room, else below it.
+fn place_descriptors(count: u64, hard: u64, random: u64) -> u64 {
+    let highest = DESCRIPTORS_TO.min(hard.saturating_sub(count));
+    let lowest = if highest > DESCRIPTORS_FROM { DESCRIPTORS_FROM } else { DESCRIPTORS_OWN.min(highest) };
+    lowest + random % (highest - lowest + 1)
+}
+
+/// Some number: it need not be secret, only different each time.
+fn random() -> u64 {
+    let mut bytes = [0; 8];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::NONBLOCK) {
+        Ok(8) => u64::from_ne_bytes(bytes),
+        _ => u64::from(std::process::id()).wrapping_mul(0x9e37_79b9_7f4a_7c15),
     }
-    // A low limit: as many as are needed, from the lowest number that leaves room for the daemon's own.
-    limits::raise_descriptors(needed_from(0))?;
-    Ok(DESCRIPTORS_OTHER as i32)
 }
 
 fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
+    let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
-    let need_bytes = memory::need_bytes(plan, &settings.engine, settings.options.workers);
-    limits::check_address_space(need_bytes)?;
+    // A worker maps the file that it is finishing and the one that it goes on to.
+    limits::check_address_space(
+        plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes()),
+    )?;
     let request = budget::Request {
-        need_bytes,
+        need_bytes: memory::need_bytes(plan, &settings.engine, workers),
         memory_fraction: config.limits.memory_fraction,
         reserve_bytes: config.limits.reserve_bytes,
         memory_bytes_max: config.limits.memory_bytes_max,
         force: config.limits.force,
     };
     budget::admit(&request, &budget::available()?)
-        .map_err(|error| error.context(format_args!("cannot start '{}'", config.name)))
 }
 
 /// Adds up what the workers report.
@@ -110,6 +128,8 @@ impl Reporter<'_> {
         let progress = Progress {
             bytes_total: plan.bytes(),
             files_total: plan.targets.len() as u64,
+            // Nothing is read for an empty file.
+            files_done: plan.targets.iter().filter(|target| target.bytes == 0).count() as u64,
             ..Progress::default()
         };
         let reporter = Reporter { control, started, progress: Mutex::new(progress) };
@@ -187,15 +207,13 @@ fn manifest_of(config: &Config, selection: &Selection) -> Manifest {
         inode: file.identity.inode,
         passthrough: file.passthrough,
     };
-    let link =
-        |link: &source::DirectoryLink| DirectoryLink { path: link.path.clone(), target: link.target.clone() };
     Manifest {
         schema: manifest::SCHEMA,
         name: config.name.clone(),
         source: config.source.clone(),
         selection: config.rules.clone(),
         files: selection.files.iter().map(entry).collect(),
-        directory_links: selection.directory_links.iter().map(link).collect(),
+        directory_links: selection.directory_links.clone(),
         bytes: selection.bytes(),
         created: format!("{:.3}", jiff::Timestamp::now()),
         tool: env!("CARGO_PKG_VERSION").to_owned(),
@@ -230,4 +248,25 @@ fn in_words(withdrawn: &crate::view::Withdrawn) -> Vec<String> {
         notes.push(format!("{} keeps what is not ours: {}", shown(at), withdrawn.strange.join(", ")));
     }
     notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Wherever the descriptors begin, all of them fit under the limit, and below the common range only
+        /// where the limit leaves nothing else.
+        #[test]
+        fn descriptors_fit_under_the_limit(count in 0u64..100_000, spare in 0u64..1_000_000, random: u64) {
+            let hard = DESCRIPTORS_OWN + count + spare;
+            let lowest = place_descriptors(count, hard, random);
+            prop_assert!(lowest + count <= hard);
+            prop_assert!(lowest >= DESCRIPTORS_OWN);
+            if spare > DESCRIPTORS_FROM {
+                prop_assert!((DESCRIPTORS_FROM..=DESCRIPTORS_TO).contains(&lowest));
+            }
+        }
+    }
 }

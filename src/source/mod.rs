@@ -11,6 +11,7 @@ pub mod identity;
 mod pattern;
 pub mod select;
 
+pub use crate::manifest::DirectoryLink;
 pub use file::{Direct, Method, SourceFile, changed, check_unchanged};
 pub use select::{BUILT_IN_EXCLUSIONS, select};
 
@@ -69,15 +70,6 @@ pub struct Identity {
     pub mtime_seconds: i64,
     /// Modification time, nanoseconds within the second.
     pub mtime_nanoseconds: u32,
-}
-
-/// A link to a directory of the same selection.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DirectoryLink {
-    /// Where the link stands, relative to the source.
-    pub path: String,
-    /// The directory it leads to, relative to the source.
-    pub target: String,
 }
 
 /// A file or directory that a pattern left out.

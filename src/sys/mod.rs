@@ -10,5 +10,6 @@ pub mod map;
 pub mod memfd;
 pub mod namespace;
 pub mod peer;
+pub mod process;
 pub mod ring;
 pub mod signals;

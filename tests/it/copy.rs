@@ -66,14 +66,13 @@ impl Watch for Meter {
 pub(crate) fn select(directory: &Path) -> Selection {
     let mut files: Vec<SelectedFile> = std::fs::read_dir(directory)
         .unwrap()
-        .map(|entry| {
-            let entry = entry.unwrap();
-            SelectedFile {
-                path: entry.file_name().into_string().unwrap(),
-                real: entry.path(),
-                identity: Identity::of(&entry.metadata().unwrap()),
-                passthrough: false,
-            }
+        .map(std::result::Result::unwrap)
+        .filter(|entry| entry.file_type().unwrap().is_file())
+        .map(|entry| SelectedFile {
+            path: entry.file_name().into_string().unwrap(),
+            real: entry.path(),
+            identity: Identity::of(&entry.metadata().unwrap()),
+            passthrough: false,
         })
         .collect();
     files.sort_by(|one, other| one.path.cmp(&other.path));

@@ -1,0 +1,159 @@
+//! What `--json` prints, in one place: field names are API, and the same across commands.
+
+use serde::Serialize;
+
+use crate::budget::Room;
+use crate::control::message::{State, Status};
+use crate::error::Error;
+use crate::source::{self, SelectedFile, advice};
+
+/// One cache, as far as it is known.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(super) enum Cache<'a> {
+    /// What its daemon says.
+    Known(&'a Status),
+    /// What is registered of one whose daemon does not answer.
+    Registered(Registered<'a>),
+}
+
+/// What is known of a cache without its daemon.
+#[derive(Debug, Serialize)]
+pub(super) struct Registered<'a> {
+    pub(super) name: &'a str,
+    pub(super) state: State,
+    pub(super) pid: Option<i32>,
+    pub(super) view: Option<&'a str>,
+    pub(super) source: Option<&'a str>,
+    pub(super) created: Option<&'a str>,
+    pub(super) log: Option<&'a str>,
+    pub(super) socket: Option<&'a str>,
+    /// Why its daemon does not answer.
+    pub(super) error: Option<Failure<'a>>,
+}
+
+/// An error.
+#[derive(Debug, Serialize)]
+pub(super) struct Failure<'a> {
+    pub(super) kind: &'static str,
+    pub(super) message: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) hint: Option<&'a str>,
+}
+
+impl<'a> From<&'a Error> for Failure<'a> {
+    fn from(error: &'a Error) -> Failure<'a> {
+        Failure { kind: error.kind().name(), message: error.message(), hint: error.hint_text() }
+    }
+}
+
+/// The answer of `status`.
+#[derive(Debug, Serialize)]
+pub(super) struct StatusAnswer<'a> {
+    #[serde(flatten)]
+    pub(super) cache: Cache<'a>,
+    /// Whether the source differs from what was loaded; null where that was not looked at.
+    pub(super) source_changed: Option<bool>,
+    /// What differs, in words.
+    pub(super) source_changes: &'a [String],
+    /// What is wrong with the view, in words.
+    pub(super) view_faults: &'a [String],
+}
+
+/// The answer of `list`.
+#[derive(Debug, Serialize)]
+pub(super) struct ListAnswer<'a> {
+    pub(super) base: &'a str,
+    pub(super) caches: Vec<Cache<'a>>,
+}
+
+/// The answer of `inspect`.
+#[derive(Debug, Serialize)]
+pub(super) struct InspectAnswer<'a> {
+    pub(super) source: &'a str,
+    pub(super) bytes: u64,
+    /// Bytes that a start would take, in whole pages and with its buffers.
+    pub(super) need_bytes: u64,
+    pub(super) files: Vec<File<'a>>,
+    pub(super) excluded: Vec<Excluded<'a>>,
+    pub(super) memory: Memory<'a>,
+    pub(super) advice: Vec<Advice<'a>>,
+    pub(super) warnings: &'a [String],
+}
+
+/// One selected file.
+#[derive(Debug, Serialize)]
+pub(super) struct File<'a> {
+    pub(super) path: &'a str,
+    pub(super) bytes: u64,
+    pub(super) mtime: String,
+    pub(super) passthrough: bool,
+}
+
+/// What a pattern left out.
+#[derive(Debug, Serialize)]
+pub(super) struct Excluded<'a> {
+    pub(super) path: &'a str,
+    pub(super) bytes: u64,
+    /// The exclusion that matched; null where no `--pattern` did.
+    pub(super) pattern: Option<&'a str>,
+}
+
+/// Whether there is room.
+#[derive(Debug, Serialize)]
+pub(super) struct Memory<'a> {
+    /// Under every limit.
+    pub(super) available_bytes: u64,
+    pub(super) limits: Vec<Limit<'a>>,
+    /// The most that a start with default settings may take.
+    pub(super) admissible_bytes: u64,
+    pub(super) admitted: bool,
+    /// Why a start would be refused.
+    pub(super) refusal: Option<Failure<'a>>,
+}
+
+/// What one limit still allows.
+#[derive(Debug, Serialize)]
+pub(super) struct Limit<'a> {
+    pub(super) what: &'a str,
+    pub(super) available_bytes: u64,
+}
+
+/// Something large that is probably not needed.
+#[derive(Debug, Serialize)]
+pub(super) struct Advice<'a> {
+    pub(super) what: &'a str,
+    pub(super) bytes: u64,
+    pub(super) files: u64,
+    /// The options that leave it out.
+    pub(super) options: &'a str,
+}
+
+impl<'a> From<&'a SelectedFile> for File<'a> {
+    fn from(file: &'a SelectedFile) -> File<'a> {
+        File {
+            path: &file.path,
+            bytes: file.identity.bytes,
+            mtime: file.identity.mtime_rfc3339(),
+            passthrough: file.passthrough,
+        }
+    }
+}
+
+impl<'a> From<&'a source::Excluded> for Excluded<'a> {
+    fn from(excluded: &'a source::Excluded) -> Excluded<'a> {
+        Excluded { path: &excluded.path, bytes: excluded.bytes, pattern: excluded.pattern.as_deref() }
+    }
+}
+
+impl<'a> From<&'a Room> for Limit<'a> {
+    fn from(room: &'a Room) -> Limit<'a> {
+        Limit { what: &room.what, available_bytes: room.bytes }
+    }
+}
+
+impl<'a> From<&'a advice::Advice> for Advice<'a> {
+    fn from(advice: &'a advice::Advice) -> Advice<'a> {
+        Advice { what: &advice.what, bytes: advice.bytes, files: advice.files, options: &advice.flags }
+    }
+}

@@ -1,0 +1,431 @@
+//! Does a view lead this very process to the segments that its daemon holds? If not, why not?
+//!
+//! A reader whose access is refused does not say so: engines see a missing file and report a model they
+//! cannot recognise, and a recycled pid opens another process's file. So `run` opens every link before
+//! it becomes its command, with the rights the command will have, and compares what it gets.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, SealFlags, Stat, StatVfsMountFlags};
+use rustix::io::Errno;
+use rustix::process::Pid;
+
+use crate::control::message::{Leased, Link};
+use crate::error::{Error, Kind, Result, reason, shown};
+use crate::manifest::{FileEntry, Manifest};
+use crate::source::Identity;
+
+/// The seals that make a memfd immutable. Kernels add bits of their own (`F_SEAL_EXEC`).
+const SEALS: SealFlags =
+    SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::WRITE);
+
+/// The way out of a view that is not what it was.
+const RESTART: &str = "stop the cache and start it again";
+
+/// The mode of every segment.
+const SEGMENT_MODE: u32 = 0o444;
+
+/// The process at the other end of a lease.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Daemon {
+    /// Its pid as this process counts them; `None` where it runs in a PID namespace out of sight.
+    pub(crate) pid: Option<Pid>,
+    /// Its user, as this process's user namespace numbers it.
+    pub(crate) user: u32,
+}
+
+impl Daemon {
+    /// Who answers on `connection`, as the kernel noted it when the daemon began to listen.
+    pub(crate) fn of(connection: BorrowedFd<'_>) -> Result<Daemon> {
+        let peer = crate::sys::peer::credentials(connection)
+            .map_err(|cause| Error::os("see who answers on the socket", &cause))?;
+        Ok(Daemon { pid: Pid::from_raw(peer.pid), user: peer.uid })
+    }
+}
+
+/// Opens every link of the view and compares it with what the daemon holds.
+pub(crate) fn check(leased: &Leased, daemon: Daemon) -> Result<()> {
+    let view = Path::new(&leased.view);
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(view, flags, Mode::empty())
+        .map_err(|errno| Error::io("open the view", view, &errno.into()).hint("start the cache again"))?;
+    for link in &leased.links {
+        if let Err(fault) = check_link(directory.as_fd(), link, &leased.backing) {
+            return Err(explain(&directory, view, link, fault, daemon));
+        }
+    }
+    Ok(())
+}
+
+/// What is wrong with one link.
+enum Fault {
+    /// It can't be opened or looked at.
+    Refused(Errno),
+    /// It leads to something else than the segment.
+    Another(&'static str),
+    /// It leads to the segment, but anybody could change that.
+    Mutable(&'static str),
+}
+
+fn check_link(view: BorrowedFd<'_>, link: &Link, backing: &str) -> std::result::Result<(), Fault> {
+    let file = open_link(view, &link.path).map_err(Fault::Refused)?;
+    let stat = rustix::fs::fstat(&file).map_err(Fault::Refused)?;
+    if !FileType::from_raw_mode(stat.st_mode).is_file() {
+        return Err(Fault::Another("not a regular file"));
+    }
+    if (stat.st_dev, stat.st_ino) != (link.device, link.inode) {
+        return Err(Fault::Another("another file"));
+    }
+    if stat.st_size.try_into() != Ok(link.bytes) {
+        return Err(Fault::Another("a file of another size"));
+    }
+    immutable(&file, backing)
+}
+
+/// What is wrong with the view of a ready cache, one line for each fault; empty: it is whole. At most
+/// `lines_max` lines, the last of which then counts the rest.
+///
+/// Seals don't cover metadata: the cache's own user can `chmod` and `touch` a memfd through its link, and
+/// can move the links. So mode, size and time are compared too, besides what [`check`] looks at.
+pub(crate) fn faults(view: &Path, manifest: &Manifest, backing: &str, lines_max: usize) -> Vec<String> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = match rustix::fs::open(view, flags, Mode::empty()) {
+        Ok(directory) => directory,
+        Err(errno) => return vec![format!("{} can't be opened: {}", shown(view), reason(&errno.into()))],
+    };
+    let mut lines = Vec::new();
+    let mut faulty = 0;
+    for entry in manifest.files.iter().filter(|entry| !entry.passthrough) {
+        let Err(fault) = check_entry(directory.as_fd(), entry, backing) else { continue };
+        faulty += 1;
+        if lines.len() < lines_max {
+            lines.push(format!("{}: {fault}", shown(&entry.path)));
+        }
+    }
+    if faulty > lines.len() {
+        let kept = lines_max.saturating_sub(1);
+        lines.truncate(kept);
+        lines.push(format!("and {} more", faulty - kept));
+    }
+    lines
+}
+
+fn check_entry(view: BorrowedFd<'_>, entry: &FileEntry, backing: &str) -> std::result::Result<(), String> {
+    let file = open_link(view, &entry.path)
+        .map_err(|errno| format!("can't be opened: {}", reason(&errno.into())))?;
+    let stat = rustix::fs::fstat(&file).map_err(|errno| reason(&errno.into()))?;
+    let mode = stat.st_mode & 0o7777;
+    if !FileType::from_raw_mode(stat.st_mode).is_file() {
+        return Err("it leads to something that is no regular file".to_owned());
+    }
+    if stat.st_size.try_into() != Ok(entry.bytes) {
+        return Err(format!("its size is {} instead of {}", stat.st_size, entry.bytes));
+    }
+    if mode != SEGMENT_MODE {
+        return Err(format!("its mode is {mode:04o} instead of {SEGMENT_MODE:04o}: somebody changed it"));
+    }
+    if Identity::of_entry(entry).is_some_and(|noted| !has_time_of(&stat, &noted)) {
+        return Err("its modification time was changed".to_owned());
+    }
+    immutable(&file, backing).map_err(|fault| match fault {
+        Fault::Refused(errno) => reason(&errno.into()),
+        Fault::Another(what) => format!("it leads to {what}"),
+        Fault::Mutable(why) => why.to_owned(),
+    })
+}
+
+/// Whether a segment carries the time of its source.
+fn has_time_of(stat: &Stat, noted: &Identity) -> bool {
+    stat.st_mtime == noted.mtime_seconds
+        && i64::try_from(stat.st_mtime_nsec) == Ok(i64::from(noted.mtime_nanoseconds))
+}
+
+/// Opens a file of the view. Not blocking and without a terminal to gain: a recycled pid may have put
+/// anything there.
+fn open_link(view: BorrowedFd<'_>, path: &str) -> std::result::Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    rustix::fs::openat(view, path, flags, Mode::empty())
+}
+
+/// The proof that fits the backing: four seals on a memfd, a read-only mount under a tmpfs file.
+fn immutable(file: &OwnedFd, backing: &str) -> std::result::Result<(), Fault> {
+    if backing == "tmpfs" {
+        let mount = rustix::fs::fstatvfs(file).map_err(Fault::Refused)?;
+        let read_only = mount.f_flag.contains(StatVfsMountFlags::RDONLY);
+        return if read_only { Ok(()) } else { Err(Fault::Mutable("its mount is not read-only")) };
+    }
+    match rustix::fs::fcntl_get_seals(file) {
+        Ok(seals) if seals.contains(SEALS) => Ok(()),
+        Ok(_) => Err(Fault::Mutable("seals are missing")),
+        Err(_) => Err(Fault::Another("not a memfd")),
+    }
+}
+
+/// The error for `fault`: the true reason, found by looking at this process and the daemon.
+fn explain(directory: &OwnedFd, view: &Path, link: &Link, fault: Fault, daemon: Daemon) -> Error {
+    let file = view.join(&link.path);
+    let target = rustix::fs::readlinkat(directory, &link.path, Vec::new());
+    let holder = target.ok().and_then(|target| linked_process(&target.to_string_lossy()));
+    if let Some(error) = out_of_sight(&file, holder, daemon) {
+        return error;
+    }
+    let replaced = |what: &str| {
+        Error::new(
+            Kind::Failed,
+            format!("{} leads to {what}: the view was replaced or damaged", shown(&file)),
+        )
+        .hint(RESTART)
+    };
+    match fault {
+        Fault::Another(what) => replaced(what),
+        Fault::Mutable(why) => {
+            Error::new(Kind::Verification, format!("{} is not immutable: {why}", shown(&file))).hint(RESTART)
+        }
+        Fault::Refused(Errno::ACCESS | Errno::PERM) => refused(&file, daemon),
+        Fault::Refused(Errno::NOENT) if missing(directory, &link.path) => Error::new(
+            Kind::Failed,
+            format!("{} is missing: the view was replaced or withdrawn", shown(&file)),
+        )
+        .hint(RESTART),
+        Fault::Refused(Errno::NOENT) => replaced("a descriptor that its daemon does not have"),
+        Fault::Refused(errno) => Error::io("open", &file, &errno.into()),
+    }
+}
+
+fn missing(directory: &OwnedFd, path: &str) -> bool {
+    rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW).is_err()
+}
+
+/// The pid in `/proc/PID/fd/N`.
+fn linked_process(target: &str) -> Option<Pid> {
+    let (pid, descriptor) = target.strip_prefix("/proc/")?.split_once("/fd/")?;
+    descriptor.parse::<u32>().ok()?;
+    Pid::from_raw(pid.parse().ok()?)
+}
+
+/// The reasons that don't depend on rights: the daemon is in another PID namespace, or gone, or the link
+/// is not its own. `holder` is the process that the link names.
+fn out_of_sight(file: &Path, holder: Option<Pid>, daemon: Daemon) -> Option<Error> {
+    let elsewhere = || {
+        let what = format!("cannot read {}: the daemon runs in another PID namespace", shown(file));
+        Error::new(Kind::Failed, what).hint(
+            "run the command where the cache was started, or share the PID namespace (--pid=host, \
+             --pid=container:NAME)",
+        )
+    };
+    let Some(pid) = daemon.pid else { return Some(elsewhere()) };
+    if rustix::process::test_kill_process(pid) == Err(Errno::SRCH) {
+        let what = format!("cannot read {}: its daemon (pid {pid}) has ended", shown(file));
+        return Some(Error::new(Kind::Failed, what).hint("start the cache again"));
+    }
+    let holder = holder.filter(|holder| *holder != pid)?;
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    if innermost_pid(&status) == Some(holder) {
+        return Some(elsewhere());
+    }
+    let what = format!("{} leads to process {holder}, and the daemon is process {pid}", shown(file));
+    Some(Error::new(Kind::Failed, format!("{what}: the view was replaced")).hint(RESTART))
+}
+
+/// Why the kernel refuses to follow a link into the daemon's descriptors: the checks of `ptrace(2)`, in
+/// the order in which they are the likelier cause.
+fn refused(file: &Path, daemon: Daemon) -> Error {
+    let (reason, hint) = refusal(daemon);
+    Error::new(Kind::Failed, format!("cannot read {}: {reason}", shown(file))).hint(hint)
+}
+
+fn refusal(daemon: Daemon) -> (String, &'static str) {
+    let process = |leaf: &str| match daemon.pid {
+        Some(pid) => PathBuf::from(format!("/proc/{pid}/{leaf}")),
+        None => PathBuf::from("/proc/none"),
+    };
+    if other_user_namespace(&process("ns/user"), &process("uid_map")) {
+        return (
+            "this process is in another user namespace than the daemon (a rootless container?)".to_owned(),
+            "start the cache in the same container or namespace as the command",
+        );
+    }
+    let user = rustix::process::geteuid().as_raw();
+    if user != daemon.user {
+        return (
+            format!("this process runs as user {user}, the daemon as user {}", daemon.user),
+            "run the command as the user that started the cache",
+        );
+    }
+    let group = rustix::process::getegid().as_raw();
+    let status = std::fs::read_to_string(process("status")).unwrap_or_default();
+    if let Some(other) = effective_group(&status).filter(|other| *other != group) {
+        return (
+            format!("this process has primary group {group}, the daemon group {other}"),
+            "run the command with the primary group that the cache was started with (newgrp, setpriv --regid)",
+        );
+    }
+    // The kernel's rule compares what the daemon may have with what the reader uses now.
+    let own = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let lacking = match (capabilities(&status, "CapPrm:"), capabilities(&own, "CapEff:")) {
+        (Some(needed), Some(held)) => needed & !held,
+        _ => 0,
+    };
+    if lacking != 0 {
+        return (
+            format!("the daemon holds capabilities that this process lacks ({lacking:#x})"),
+            "start the cache inside the same container or with the same privileges as the command",
+        );
+    }
+    (
+        "the kernel refuses access to the daemon's descriptors, though user, group and capabilities match"
+            .to_owned(),
+        "a security module (AppArmor, SELinux, a seccomp profile) may forbid it: see its log",
+    )
+}
+
+/// Whether the process of these two files is in another user namespace than this one. The link says it
+/// outright, but may be read only by those who could follow the view too; the map may be read by all.
+fn other_user_namespace(link: &Path, map: &Path) -> bool {
+    if let (Ok(own), Ok(other)) = (std::fs::read_link("/proc/self/ns/user"), std::fs::read_link(link)) {
+        return own != other;
+    }
+    match (std::fs::read("/proc/self/uid_map"), std::fs::read(map)) {
+        (Ok(own), Ok(other)) => own != other,
+        _ => false,
+    }
+}
+
+/// A process's number in its own PID namespace, the last in `/proc/PID/status`.
+fn innermost_pid(status: &str) -> Option<Pid> {
+    let value = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
+    Pid::from_raw(value.split_whitespace().last()?.parse().ok()?)
+}
+
+/// A mask of `/proc/PID/status`.
+fn capabilities(status: &str, field: &str) -> Option<u64> {
+    let value = status.lines().find_map(|line| line.strip_prefix(field))?;
+    u64::from_str_radix(value.trim(), 16).ok()
+}
+
+/// The second of the four groups of `/proc/PID/status`.
+fn effective_group(status: &str) -> Option<u32> {
+    let value = status.lines().find_map(|line| line.strip_prefix("Gid:"))?;
+    value.split_whitespace().nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, SealFlags};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::symlink;
+
+    /// A view of one file whose segment this process holds.
+    struct Sample {
+        directory: tempfile::TempDir,
+        segment: OwnedFd,
+    }
+
+    impl Sample {
+        fn new(seals: SealFlags) -> Sample {
+            let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
+            let segment = rustix::fs::memfd_create("iloader:test", flags).expect("a memfd");
+            rustix::io::write(&segment, b"weights").expect("written");
+            rustix::fs::fcntl_add_seals(&segment, seals).expect("sealed");
+            let directory = tempfile::tempdir().expect("a directory");
+            let sample = Sample { directory, segment };
+            sample.link("model.safetensors", std::process::id());
+            sample
+        }
+
+        fn link(&self, path: &str, pid: u32) {
+            let target = format!("/proc/{pid}/fd/{}", self.segment.as_raw_fd());
+            symlink(target, self.directory.path().join(path)).expect("linked");
+        }
+
+        fn leased(&self) -> Leased {
+            let stat = rustix::fs::fstat(&self.segment).expect("stat");
+            let link = Link {
+                path: "model.safetensors".to_owned(),
+                bytes: 7,
+                device: stat.st_dev,
+                inode: stat.st_ino,
+            };
+            let view = self.directory.path().to_str().expect("UTF-8").to_owned();
+            Leased { view, backing: "memfd".to_owned(), links: vec![link] }
+        }
+    }
+
+    fn this_process() -> Daemon {
+        Daemon { pid: Some(rustix::process::getpid()), user: rustix::process::geteuid().as_raw() }
+    }
+
+    fn refusal_of(leased: &Leased, daemon: Daemon) -> String {
+        check(leased, daemon).expect_err("refused").message().to_owned()
+    }
+
+    #[test]
+    fn a_good_view_passes() {
+        let sample = Sample::new(SEALS);
+        check(&sample.leased(), this_process()).expect("passes");
+    }
+
+    #[test]
+    fn missing_seals_are_a_failed_verification() {
+        for missing in [SealFlags::SEAL, SealFlags::SHRINK, SealFlags::GROW, SealFlags::WRITE] {
+            let sample = Sample::new(SEALS.difference(missing));
+            let error = check(&sample.leased(), this_process()).expect_err("refused");
+            assert_eq!(error.kind(), Kind::Verification, "{missing:?}");
+        }
+    }
+
+    #[test]
+    fn a_link_to_something_else_is_a_replaced_view() {
+        let sample = Sample::new(SEALS);
+        let mut leased = sample.leased();
+        leased.links[0].bytes += 1;
+        assert!(refusal_of(&leased, this_process()).contains("another size"));
+        let mut leased = sample.leased();
+        leased.links[0].inode += 1;
+        assert!(refusal_of(&leased, this_process()).contains("another file"));
+        leased.links[0].path = "pipe".to_owned();
+        let pipe = sample.directory.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, Mode::RUSR).expect("a pipe");
+        assert!(refusal_of(&leased, this_process()).contains("not a regular file"));
+        leased.links[0].path = "absent".to_owned();
+        assert!(refusal_of(&leased, this_process()).contains("is missing"));
+    }
+
+    #[test]
+    fn a_daemon_out_of_sight_or_gone_is_said_to_be() {
+        let sample = Sample::new(SEALS);
+        let mut leased = sample.leased();
+        leased.links[0].path = "far".to_owned();
+        // Larger than any pid that Linux gives.
+        let far = 1 << 22;
+        sample.link("far", far);
+        assert!(refusal_of(&leased, this_process()).contains(": the view was replaced"));
+        let unseen = Daemon { pid: None, ..this_process() };
+        assert!(refusal_of(&leased, unseen).contains("another PID namespace"));
+        let ended = Daemon { pid: Pid::from_raw(far as i32), ..this_process() };
+        assert!(refusal_of(&leased, ended).contains("has ended"));
+    }
+
+    #[test]
+    fn the_reason_for_a_refusal_is_found_in_this_order() {
+        let reason = |daemon| refusal(daemon).0;
+        let other_user = Daemon { user: u32::MAX - 1, ..this_process() };
+        assert!(reason(other_user).contains("the daemon as user 4294967294"));
+        assert!(reason(this_process()).contains("user, group and capabilities match"));
+    }
+
+    #[test]
+    fn the_fields_of_a_status_file_are_read() {
+        let status = "Name:\tx\nUid:\t1\t2\t3\t4\nGid:\t5\t6\t7\t8\nCapPrm:\t00000000a80425fb\nCapEff:\t0\n";
+        assert_eq!(effective_group(status), Some(6));
+        assert_eq!(capabilities(status, "CapPrm:"), Some(0xa804_25fb));
+        assert_eq!(capabilities(status, "CapBnd:"), None);
+        assert_eq!(innermost_pid("NSpid:\t5000\t17\n"), Pid::from_raw(17));
+        assert_eq!(innermost_pid(status), None);
+        assert_eq!(linked_process("/proc/17/fd/2000"), Pid::from_raw(17));
+        assert_eq!(linked_process("/proc/self/fd/2"), None);
+        assert_eq!(linked_process("/models/a"), None);
+    }
+}

@@ -1,0 +1,472 @@
+//! `status`: what a cache is doing, who uses it, and whether source and view are still what they were.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::args::{TargetArgs, TimeoutArgs};
+use super::json;
+use super::output;
+use super::preflight;
+use super::target::{Standing, Target};
+use crate::control::client::Client;
+use crate::control::message::{Operation, Progress, Reply, State, Status};
+use crate::error::{Error, Kind, Result};
+use crate::manifest::Manifest;
+use crate::registry::Record;
+use crate::source::{self, DirectoryLink, Identity, SelectedFile, Selection, identity};
+use crate::units::ByteSize;
+
+/// Changes of the source, and faults of the view, that are named one by one.
+const LINES_MAX: usize = 5;
+
+const HELP_AFTER: &str = "\
+Compares the source with what was loaded, and checks that every file of the view is still whole and \
+immutable. Sizes carry binary suffixes; with --json they are bytes, and times seconds. Exit codes: 0 ready, \
+1 failed, dead, stopping or unreachable, 3 there is no such cache, 4 loading.
+
+Example:
+  iloader status qwen --json | jq .huge_page_bytes";
+
+/// Show a cache's state, memory, leases and integrity
+#[derive(Args, Clone, Debug)]
+#[command(after_help = HELP_AFTER)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    target: TargetArgs,
+    #[command(flatten)]
+    answer: TimeoutArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the status; gives the exit code that the state stands for.
+pub(crate) fn status(args: &StatusArgs) -> Result<u8> {
+    let target = Target::of(&args.target, args.answer.timeout)?;
+    let (snapshot, client) = ask(&target)?;
+    let findings = match (client, snapshot.status()) {
+        (Some(client), Some(status)) if status.state == State::Ready => examine(&target, client, status),
+        _ => Findings::default(),
+    };
+    if args.json {
+        output::print_json(&json::StatusAnswer {
+            cache: snapshot.document(),
+            source_changed: findings.source_changes.as_ref().map(|changes| !changes.is_empty()),
+            source_changes: findings.source_changes.as_deref().unwrap_or_default(),
+            view_faults: &findings.view_faults,
+        })?;
+    } else {
+        output::print(&output::fields(&rows(&snapshot, &findings)))?;
+        if let Some(error) = snapshot.error.as_ref() {
+            output::error(error);
+        }
+    }
+    Ok(exit_code(snapshot.state))
+}
+
+fn exit_code(state: State) -> u8 {
+    match state {
+        State::Ready => 0,
+        State::Loading => Kind::TimedOut.exit_code(),
+        State::Stopping | State::Failed | State::Dead | State::Unreachable => Kind::Failed.exit_code(),
+    }
+}
+
+/// A cache at one moment: what its daemon says, or what is known without it.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    name: String,
+    state: State,
+    status: Option<Box<Status>>,
+    record: Option<Record>,
+    /// Why there is no status.
+    error: Option<Error>,
+}
+
+impl Snapshot {
+    /// Asks the daemon of `target`.
+    ///
+    /// # Errors
+    ///
+    /// [`Kind::NotFound`] where there is no such cache (any more). A daemon that is dead or does not answer
+    /// is no error but a state.
+    pub(super) fn of(target: &Target) -> Result<Snapshot> {
+        ask(target).map(|(snapshot, _)| snapshot)
+    }
+
+    fn without_answer(target: &Target, state: State, error: Option<Error>) -> Snapshot {
+        let record = target.record().cloned();
+        Snapshot { name: target.bare_name().to_owned(), state, status: None, record, error }
+    }
+
+    /// What the daemon said.
+    pub(super) fn status(&self) -> Option<&Status> {
+        self.status.as_deref()
+    }
+
+    /// The cache's name; empty where only its socket is known and nobody answers.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The state as JSON and people read it.
+    pub(super) fn state_name(&self) -> &'static str {
+        match self.state {
+            State::Loading => "loading",
+            State::Ready => "ready",
+            State::Stopping => "stopping",
+            State::Failed => "failed",
+            State::Dead => "dead",
+            State::Unreachable => "unreachable",
+        }
+    }
+
+    /// The source directory, where it is known.
+    pub(super) fn source(&self) -> Option<&str> {
+        let registered = || self.record.as_ref().map(|record| record.source.as_str());
+        self.status.as_ref().map(|status| status.source.as_str()).or_else(registered)
+    }
+
+    /// The cache in JSON.
+    pub(super) fn document(&self) -> json::Cache<'_> {
+        if let Some(status) = &self.status {
+            return json::Cache::Known(status);
+        }
+        let record = self.record.as_ref();
+        json::Cache::Registered(json::Registered {
+            name: &self.name,
+            state: self.state,
+            pid: record.map(|record| record.pid),
+            view: record.map(|record| record.view.as_str()),
+            source: record.map(|record| record.source.as_str()),
+            created: record.map(|record| record.created.as_str()),
+            log: record.map(|record| record.log_file.as_str()),
+            socket: record.map(|record| record.socket.as_str()),
+            error: self.error.as_ref().map(json::Failure::from),
+        })
+    }
+}
+
+/// Asks the daemon, and keeps the conversation for more.
+fn ask(target: &Target) -> Result<(Snapshot, Option<Client>)> {
+    let unanswered = |state, error| Ok((Snapshot::without_answer(target, state, Some(error)), None));
+    match target.standing() {
+        Standing::Unknown => return Err(target.unknown()),
+        Standing::Failed(error) => return unanswered(State::Failed, error),
+        Standing::Dead => return unanswered(State::Dead, target.dead()),
+        Standing::Elsewhere(place) => return unanswered(State::Unreachable, target.elsewhere(place)),
+        Standing::Alive => {}
+    }
+    match converse(target) {
+        Ok(Some((status, client))) => {
+            let (name, state, record) = (status.name.clone(), status.state, target.record().cloned());
+            let status = Some(Box::new(status));
+            Ok((Snapshot { name, state, status, record, error: None }, Some(client)))
+        }
+        // It is going: a daemon listens before it is registered.
+        Ok(None) => Ok((Snapshot::without_answer(target, State::Stopping, None), None)),
+        Err(error) if error.kind() == Kind::NotFound => {
+            let now = target.refreshed();
+            match now.standing() {
+                Standing::Failed(error) => unanswered(State::Failed, error),
+                Standing::Dead => unanswered(State::Dead, now.dead()),
+                _ => Err(error),
+            }
+        }
+        Err(error) => unanswered(State::Unreachable, error),
+    }
+}
+
+fn converse(target: &Target) -> Result<Option<(Status, Client)>> {
+    let Some(mut client) = target.try_connect()? else { return Ok(None) };
+    match client.request(Operation::Status {})? {
+        Reply::Status(status) => Ok(Some((*status, client))),
+        other => Err(target.unexpected(&other)),
+    }
+}
+
+/// What was found beside what the daemon says.
+#[derive(Debug, Default)]
+struct Findings {
+    /// What differs in the source; `None`: not looked at.
+    source_changes: Option<Vec<String>>,
+    /// What is wrong with the view.
+    view_faults: Vec<String>,
+    /// Whether the view was looked at.
+    is_view_checked: bool,
+}
+
+/// Looks at source and view of a ready cache.
+fn examine(target: &Target, mut client: Client, status: &Status) -> Findings {
+    let manifest = match client.request(Operation::Manifest {}) {
+        Ok(Reply::Manifest(manifest)) => manifest,
+        Ok(other) => return Findings::unknown(&target.unexpected(&other)),
+        Err(error) => return Findings::unknown(&error),
+    };
+    Findings {
+        source_changes: Some(source_changes(&manifest)),
+        view_faults: preflight::faults(Path::new(&status.view), &manifest, &status.backing, LINES_MAX),
+        is_view_checked: true,
+    }
+}
+
+impl Findings {
+    fn unknown(error: &Error) -> Findings {
+        output::warn(&format!("source and view were not compared: {}", error.message()));
+        Findings::default()
+    }
+}
+
+/// What the same selection would find different today, one line each.
+fn source_changes(manifest: &Manifest) -> Vec<String> {
+    match source::select(Path::new(&manifest.source), &manifest.selection) {
+        Ok(now) => identity::differences(&selection_of(manifest), &now, LINES_MAX),
+        Err(error) => vec![error.message().to_owned()],
+    }
+}
+
+/// The selection that a manifest was made from.
+fn selection_of(manifest: &Manifest) -> Selection {
+    let root = PathBuf::from(&manifest.source);
+    let file = |entry: &crate::manifest::FileEntry| {
+        // A time that can't be read back differs from any.
+        let unreadable = Identity {
+            device: entry.device,
+            inode: entry.inode,
+            bytes: entry.bytes,
+            mtime_seconds: i64::MIN,
+            mtime_nanoseconds: 0,
+        };
+        SelectedFile {
+            path: entry.path.clone(),
+            real: root.join(&entry.path),
+            identity: Identity::of_entry(entry).unwrap_or(unreadable),
+            passthrough: entry.passthrough,
+        }
+    };
+    let link = |link: &crate::manifest::DirectoryLink| DirectoryLink {
+        path: link.path.clone(),
+        target: link.target.clone(),
+    };
+    Selection {
+        files: manifest.files.iter().map(file).collect(),
+        directory_links: manifest.directory_links.iter().map(link).collect(),
+        root,
+        rules: manifest.selection.clone(),
+        excluded: Vec::new(),
+        warnings: Vec::new(),
+    }
+}
+
+/// The status for people: a label and a value each.
+fn rows(snapshot: &Snapshot, findings: &Findings) -> Vec<(&'static str, String)> {
+    let mut rows = vec![("name", snapshot.name.clone()), ("state", snapshot.state_name().to_owned())];
+    match (&snapshot.status, &snapshot.record) {
+        (Some(status), _) => {
+            rows.extend(load_rows(status));
+            rows.extend(finding_rows(findings));
+            rows.extend(reader_rows(status));
+            rows.extend(memory_rows(status));
+            rows.extend(daemon_rows(status));
+        }
+        (None, Some(record)) => rows.extend([
+            ("pid", record.pid.to_string()),
+            ("view", record.view.clone()),
+            ("source", record.source.clone()),
+            ("created", record.created.clone()),
+            ("log", record.log_file.clone()),
+        ]),
+        (None, None) => {}
+    }
+    rows
+}
+
+fn load_rows(status: &Status) -> Vec<(&'static str, String)> {
+    let Progress { bytes_done, bytes_total, files_done, files_total, seconds } = status.progress;
+    let mut rows = Vec::new();
+    if status.state == State::Loading {
+        let so_far = format!(
+            "{} of {} ({} of {} files) in {}",
+            ByteSize(bytes_done),
+            ByteSize(bytes_total),
+            files_done,
+            files_total,
+            output::seconds(seconds)
+        );
+        rows.push(("progress", so_far));
+    }
+    rows.push(("view", status.view.clone()));
+    rows.push(("source", status.source.clone()));
+    rows.push(("bytes", format!("{} ({} bytes)", ByteSize(status.bytes), status.bytes)));
+    rows.push(("files", status.files.to_string()));
+    if status.state == State::Ready {
+        rows.push(("loaded in", output::seconds(seconds)));
+    }
+    rows
+}
+
+fn finding_rows(findings: &Findings) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    let mut lines = |label, good: &str, bad: &[String]| {
+        if bad.is_empty() {
+            rows.push((label, good.to_owned()));
+        }
+        rows.extend(bad.iter().map(|line| (label, line.clone())));
+    };
+    if let Some(changes) = &findings.source_changes {
+        lines("source now", "unchanged", changes);
+    }
+    if findings.is_view_checked {
+        lines("view now", "whole and immutable", &findings.view_faults);
+    }
+    rows
+}
+
+fn reader_rows(status: &Status) -> Vec<(&'static str, String)> {
+    let mut rows = vec![("leases", status.leases.len().to_string())];
+    rows.extend(status.leases.iter().map(|lease| ("lease", format!("pid {}  {}", lease.pid, lease.command))));
+    if status.state == State::Ready && status.leases.is_empty() {
+        let ttl = status.idle_ttl_seconds.map(|ttl| format!(" (evicted after {})", output::seconds(ttl)));
+        rows.push(("idle", output::seconds(status.idle_seconds) + &ttl.unwrap_or_default()));
+    }
+    rows
+}
+
+fn memory_rows(status: &Status) -> Vec<(&'static str, String)> {
+    let reason =
+        |what: &str, why: &str| if why.is_empty() { what.to_owned() } else { format!("{what} ({why})") };
+    let mut rows = vec![("backing", reason(&status.backing, &status.backing_reason))];
+    rows.push(("engine", reason(&status.engine, &status.engine_reason)));
+    if status.state == State::Ready {
+        let (huge, all) = (status.huge_page_bytes, status.allocated_bytes);
+        rows.push(("memory", ByteSize(all).to_string()));
+        rows.push(("huge pages", format!("{} ({} %)", ByteSize(huge), percent(huge, all))));
+        rows.push((
+            "read",
+            format!(
+                "{} direct, {} from the page cache, {} through it",
+                ByteSize(status.read.direct_bytes),
+                ByteSize(status.read.cached_bytes),
+                ByteSize(status.read.buffered_bytes)
+            ),
+        ));
+    }
+    rows
+}
+
+fn daemon_rows(status: &Status) -> Vec<(&'static str, String)> {
+    let mut rows = vec![
+        ("pid", status.pid.to_string()),
+        ("created", status.created.clone()),
+        ("socket", status.socket.clone()),
+        ("log", status.log.clone()),
+        ("version", format!("{} (protocol {})", status.tool, status.protocol)),
+    ];
+    rows.extend(status.warnings.iter().map(|warning| ("warning", warning.clone())));
+    rows
+}
+
+/// Rounded down, so that 100 means all of it; of nothing, all.
+fn percent(part: u64, whole: u64) -> u64 {
+    match whole {
+        0 => 100,
+        _ => u64::try_from(u128::from(part) * 100 / u128::from(whole)).unwrap_or(u64::MAX),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{self, FILE, Standin};
+    use super::*;
+    use std::os::fd::AsFd;
+
+    fn json(standin: &Standin) -> serde_json::Value {
+        let output = standin.iloader(&["status", "--json", "--base-dir", "BASE", "qwen"]);
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+    }
+
+    #[test]
+    fn a_ready_cache_is_shown_with_source_and_view() {
+        let standin = Standin::start(true, testing::ready);
+        let output = standin.iloader(&["status", "--base-dir", "BASE", "qwen"]);
+        assert_eq!((output.status.code(), testing::text(&output.stderr).as_str()), (Some(0), ""));
+        let text = testing::text(&output.stdout);
+        for line in [
+            "state:       ready",
+            "source now:  unchanged",
+            "view now:    whole and immutable",
+            "leases:      1",
+            "lease:       pid 77  engine\\n--now",
+            "bytes:       7 B (7 bytes)",
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "{line} in\n{text}");
+        }
+        let json = json(&standin);
+        assert_eq!(
+            (&json["schema"], &json["state"], &json["pid"]),
+            (&1.into(), &"ready".into(), &std::process::id().into())
+        );
+        assert_eq!((&json["source_changed"], &json["view_faults"]), (&false.into(), &serde_json::json!([])));
+    }
+
+    #[test]
+    fn a_changed_source_is_named() {
+        let standin = Standin::start(true, |operation, facts| {
+            let mut replies = testing::ready(operation, facts);
+            if let Some(Reply::Manifest(manifest)) = replies.first_mut() {
+                manifest.files[0].bytes += 1;
+                manifest.files[0].path = "gone.json".to_owned();
+            }
+            replies
+        });
+        let changes = json(&standin)["source_changes"].to_string();
+        assert!(
+            changes.contains("gone.json: removed") && changes.contains("model.safetensors: added"),
+            "{changes}"
+        );
+    }
+
+    #[test]
+    fn a_view_that_was_meddled_with_is_named() {
+        let standin = Standin::start(true, testing::ready);
+        let faults =
+            |standin: &Standin| json(standin)["view_faults"][0].as_str().unwrap_or("whole").to_owned();
+        let segment = standin.facts.segment.as_fd();
+        rustix::fs::fchmod(segment, rustix::fs::Mode::RWXU).expect("seals don't cover the mode");
+        assert!(faults(&standin).contains("its mode is 0700 instead of 0444"), "{}", faults(&standin));
+        rustix::fs::fchmod(segment, rustix::fs::Mode::from_raw_mode(0o444)).expect("set back");
+        testing::touch(&std::fs::File::from(standin.facts.segment.try_clone().expect("a copy")));
+        assert!(faults(&standin).contains("modification time was changed"));
+        std::fs::remove_file(standin.facts.directory.join("view").join(FILE)).expect("removed");
+        assert!(faults(&standin).contains("can't be opened"));
+    }
+
+    #[test]
+    fn states_have_their_exit_codes() {
+        for (state, code) in [(State::Loading, 4), (State::Stopping, 1)] {
+            let standin = Standin::start(true, move |_, facts| {
+                vec![Reply::Status(Box::new(testing::status(facts, state)))]
+            });
+            let output = standin.iloader(&["status", "--base-dir", "BASE", "qwen"]);
+            assert_eq!(output.status.code(), Some(code), "{state:?}");
+            let unknown = standin.iloader(&["status", "--base-dir", "BASE", "another"]);
+            assert_eq!(unknown.status.code(), Some(3));
+        }
+    }
+
+    #[test]
+    fn a_daemon_that_does_not_answer_is_unreachable() {
+        let standin = Standin::start(true, |_, _| Vec::new());
+        let output = standin.iloader(&["status", "--json", "--timeout", "0.1", "--base-dir", "BASE", "qwen"]);
+        assert_eq!(output.status.code(), Some(1));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!((&json["state"], &json["error"]["kind"]), (&"unreachable".into(), &"timed-out".into()));
+        assert_eq!(json["source"], standin.facts.text("source"));
+    }
+
+    #[test]
+    fn percentages_do_not_overflow() {
+        assert_eq!((percent(0, 0), percent(1, 3), percent(u64::MAX, 1)), (100, 33, u64::MAX));
+    }
+}

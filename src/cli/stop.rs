@@ -1,0 +1,331 @@
+//! `stop`: end daemons, and give their memory back.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rustix::event::{PollFd, PollFlags};
+
+use super::args::{self, BaseArgs, TimeoutArgs};
+use super::output;
+use super::target::{self, Standing, Target};
+use crate::control::client::Client;
+use crate::control::frame;
+use crate::control::message::{LeaseInfo, Operation, Reply, Status};
+use crate::error::{Error, Kind, Result};
+use crate::registry::{self, Name, lock};
+use crate::sys;
+use crate::units::ByteSize;
+
+/// How long a daemon that agreed to stop may take to be gone. Giving back hundreds of GiB takes seconds.
+const END_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The pause between two looks at a lock, where the end of a process can't be waited for.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
+
+/// Lease holders that are named one by one.
+const HOLDERS_SHOWN_MAX: usize = 5;
+
+const HELP_AFTER: &str = "\
+The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. Source and disk \
+generations stay. What a dead daemon left is cleaned up. Returns when the daemons are gone. Exit codes: \
+0 stopped, 3 there is no such cache, 4 the daemon did not answer, 5 readers hold leases.
+
+Example:
+  iloader stop qwen --wait=60
+  iloader stop --all --remove-view";
+
+/// Stop caches: refused while they are leased, unless --force or --wait is given
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = HELP_AFTER,
+    override_usage = "iloader stop [OPTIONS] NAME...\n       iloader stop [OPTIONS] --all\n       \
+                      iloader stop [OPTIONS] --socket PATH"
+)]
+pub(crate) struct StopArgs {
+    /// The caches' names
+    #[arg(value_name = "NAME", value_parser = args::name())]
+    names: Vec<Name>,
+    /// A cache's name, as an option; repeatable
+    #[arg(long = "name", value_name = "NAME", value_parser = args::name())]
+    name_options: Vec<Name>,
+    /// Stop every cache of BASE
+    #[arg(long, conflicts_with_all = ["names", "name_options", "socket"])]
+    all: bool,
+    /// The control socket of the one daemon to stop [default: BASE/run/NAME.sock]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    #[command(flatten)]
+    base: BaseArgs,
+    #[command(flatten)]
+    answer: TimeoutArgs,
+    /// Remove the view's directory too [default: it stays, emptied]
+    #[arg(long)]
+    remove_view: bool,
+    /// Stop although readers hold leases
+    #[arg(long)]
+    force: bool,
+    /// Wait for the leases to end, SECONDS at the most [default: refuse at once; without SECONDS: no limit]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, value_parser = args::seconds)]
+    wait: Option<Option<Duration>>,
+}
+
+/// What "no limit" is on the wire, where a limit is a number: about 30 years.
+const WAIT_UNLIMITED: Duration = Duration::from_secs(1_000_000_000);
+
+/// Stops what is named. Goes on after a failure, which it reports; the last one is the result.
+pub(crate) fn stop(args: &StopArgs) -> Result<()> {
+    let mut failure = None;
+    for target in targets(args)? {
+        match stop_one(&target, args) {
+            Ok(done) => output::note(&done),
+            Err(error) => {
+                if let Some(earlier) = failure.replace(error) {
+                    output::error(&earlier);
+                }
+            }
+        }
+    }
+    failure.map_or(Ok(()), Err)
+}
+
+fn targets(args: &StopArgs) -> Result<Vec<Target>> {
+    let timeout = args.answer.timeout;
+    if args.all {
+        let base = target::find_base(&args.base)?;
+        let names: Vec<Name> = registry::list(&base)?.into_iter().map(|found| found.name).collect();
+        if names.is_empty() {
+            output::note("there are no caches to stop");
+        }
+        return Ok(names.iter().map(|name| Target::in_base(base.clone(), name, timeout)).collect());
+    }
+    let names: Vec<&Name> = args.names.iter().chain(&args.name_options).collect();
+    if names.is_empty() && args.socket.is_none() {
+        return Err(Error::new(Kind::Usage, "no cache is named")
+            .hint("give NAMEs (iloader list shows them), --all, or the --socket of a daemon"));
+    }
+    if let Some(socket) = &args.socket {
+        if names.len() > 1 {
+            return Err(Error::new(Kind::Usage, "--socket is one daemon's, and several caches are named")
+                .hint("stop them one by one"));
+        }
+        return Ok(vec![Target::resolve(names.first().copied(), Some(socket), &args.base, timeout)?]);
+    }
+    let base = target::find_base(&args.base)?;
+    Ok(names.into_iter().map(|name| Target::in_base(base.clone(), name, timeout)).collect())
+}
+
+/// Stops one cache; gives what to say about it.
+fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
+    match target.standing() {
+        Standing::Unknown => return Err(target.unknown()),
+        Standing::Elsewhere(place) => return Err(target.elsewhere(place)),
+        Standing::Dead | Standing::Failed(_) => {
+            let lines = target.clean_up(args.remove_view)?;
+            return Ok(format!("{} had ended already; cleaned up: {}", target.label(), lines.join(", ")));
+        }
+        Standing::Alive => {}
+    }
+    let mut client = target.connect()?;
+    let status = status_of(target, &mut client)?;
+    // Taken before the daemon is told to end, so that it is this very process that is waited for.
+    let process = sys::peer::pidfd(client.as_fd()).ok();
+    if args.wait.is_some() && !args.force && !status.leases.is_empty() {
+        output::note(&format!("waiting for {}", holders(&status.leases)));
+    }
+    client.send(Operation::Stop {
+        force: args.force,
+        remove_view: args.remove_view,
+        wait_milliseconds: args.wait.map(|limit| milliseconds(limit.unwrap_or(WAIT_UNLIMITED))),
+    })?;
+    match client.next(answer_deadline(args)) {
+        Ok(Reply::Stopping {}) => {}
+        Ok(Reply::Error(error)) => return Err(error.into()),
+        Ok(other) => return Err(target.unexpected(&other)),
+        // It ended before it answered: somebody else's stop, or a crash. Either way it is going.
+        Err(error) if error.kind() == Kind::NotFound => {}
+        Err(error) => return Err(error),
+    }
+    wait_for_end(target, &mut client, process)?;
+    Ok(format!("stopped {}: {} of memory given back", target.label(), ByteSize(status.allocated_bytes)))
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// When the answer must be there: what the daemon may wait for leases comes on top.
+fn answer_deadline(args: &StopArgs) -> Option<Instant> {
+    let wait = match args.wait {
+        Some(None) => return None,
+        Some(Some(limit)) => limit,
+        None => Duration::ZERO,
+    };
+    Instant::now().checked_add(args.answer.timeout + wait)
+}
+
+fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
+    match client.request(Operation::Status {})? {
+        Reply::Status(status) => Ok(status),
+        other => Err(target.unexpected(&other)),
+    }
+}
+
+fn holders(leases: &[LeaseInfo]) -> String {
+    let mut shown: Vec<String> = leases
+        .iter()
+        .take(HOLDERS_SHOWN_MAX)
+        .map(|lease| format!("pid {} ({})", lease.pid, lease.command))
+        .collect();
+    if leases.len() > HOLDERS_SHOWN_MAX {
+        shown.push(format!("{} more", leases.len() - HOLDERS_SHOWN_MAX));
+    }
+    shown.join(", ")
+}
+
+/// Waits until the daemon is gone: its connection closed, its process ended, its lock free.
+fn wait_for_end(target: &Target, client: &mut Client, process: Option<OwnedFd>) -> Result<()> {
+    let deadline = Instant::now() + END_TIMEOUT;
+    let late = || {
+        let seconds = END_TIMEOUT.as_secs();
+        Error::new(
+            Kind::TimedOut,
+            format!("the daemon of {} agreed to stop, but is still there after {seconds} s", target.label()),
+        )
+        .hint("it may be giving back much memory; look again with 'iloader list'")
+    };
+    client.wait_for_end(Some(deadline)).map_err(|_| late())?;
+    if process.is_some_and(|process| !has_ended(&process, deadline)) {
+        return Err(late());
+    }
+    // Without a pidfd (Linux before 6.5) the lock tells; with one it is free by now.
+    let Some(path) = target.lock() else { return Ok(()) };
+    while lock::is_held(&path)? {
+        if is_another(target) {
+            break;
+        }
+        if Instant::now() >= deadline {
+            return Err(late());
+        }
+        std::thread::sleep(LOCK_PAUSE);
+    }
+    Ok(())
+}
+
+fn has_ended(process: &OwnedFd, deadline: Instant) -> bool {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = frame::timespec(left);
+        let mut ended = [PollFd::new(process, PollFlags::IN)];
+        match rustix::event::poll(&mut ended, Some(&timeout)) {
+            Ok(0) => return false,
+            Err(rustix::io::Errno::INTR) => {}
+            // An error here can only be a lack of memory: then the lock has to tell.
+            Ok(_) | Err(_) => return true,
+        }
+    }
+}
+
+/// Whether the lock that is held belongs to a cache started after the one that was stopped.
+fn is_another(target: &Target) -> bool {
+    let created = |target: &Target| target.record().map(|record| (record.pid, record.created.clone()));
+    let now = target.refreshed();
+    now.record().is_some() && created(&now) != created(target)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{self, Standin};
+    use super::*;
+    use crate::control::message::WireError;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Sample {
+        #[command(flatten)]
+        stop: StopArgs,
+    }
+
+    fn parse(line: &str) -> std::result::Result<StopArgs, clap::Error> {
+        Sample::try_parse_from(line.split(' ')).map(|sample| sample.stop)
+    }
+
+    #[test]
+    fn waiting_has_no_limit_unless_one_is_given() {
+        let wait = |line| parse(line).expect(line).wait;
+        assert_eq!(wait("stop qwen"), None);
+        assert_eq!(wait("stop --wait qwen"), Some(None));
+        assert_eq!(wait("stop --wait=2.5 qwen"), Some(Some(Duration::from_millis(2500))));
+        for value in ["-1", "nan", "inf", "1e300"] {
+            assert!(parse(&format!("stop --wait={value} qwen")).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn all_goes_with_no_names() {
+        assert!(parse("stop --all qwen").is_err());
+        assert!(parse("stop --all --socket /s").is_err());
+        assert_eq!(targets(&parse("stop").expect("parses")).expect_err("nothing named").kind(), Kind::Usage);
+        let several = parse("stop --socket /s one two").expect("parses");
+        assert_eq!(targets(&several).expect_err("one socket, two names").kind(), Kind::Usage);
+    }
+
+    #[test]
+    fn holders_are_named_up_to_a_limit() {
+        let lease = |pid| LeaseInfo { pid, command: format!("engine {pid}") };
+        assert_eq!(holders(&[lease(7)]), "pid 7 (engine 7)");
+        let many: Vec<LeaseInfo> = (1..=8).map(lease).collect();
+        assert!(holders(&many).ends_with("pid 5 (engine 5), 3 more"));
+    }
+
+    #[test]
+    fn leases_refuse_a_stop_with_their_holders() {
+        let standin = Standin::start(true, |operation, facts| match operation {
+            Operation::Stop { force: false, .. } => {
+                let error = Error::new(Kind::InUse, "'qwen' is in use by process 77 engine").hint("wait");
+                vec![Reply::Error(WireError::from(&error))]
+            }
+            _ => testing::ready(operation, facts),
+        });
+        let output = standin.iloader(&["stop", "--base-dir", "BASE", "qwen"]);
+        assert_eq!(output.status.code(), Some(5));
+        assert!(testing::text(&output.stderr).contains("process 77"), "{output:?}");
+        assert!(output.stdout.is_empty());
+    }
+
+    #[test]
+    fn what_can_be_stopped_is_and_each_failure_is_reported() {
+        let standin = Standin::start(false, testing::ready);
+        let crashed = testing::registration(&standin.facts);
+        let path = standin.facts.directory.join("run/qwen.json");
+        crashed.write(&path).expect("registered");
+        let output = standin.iloader(&["stop", "--base-dir", "BASE", "none", "qwen", "nothing"]);
+        assert_eq!(output.status.code(), Some(3));
+        let stderr = testing::text(&output.stderr);
+        assert!(
+            stderr.contains("there is no cache 'none'") && stderr.contains("there is no cache 'nothing'")
+        );
+        assert!(stderr.contains("'qwen' had ended already; cleaned up"), "{stderr}");
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn stopping_all_of_nothing_is_done() {
+        let standin = Standin::start(false, testing::ready);
+        let output = standin.iloader(&["stop", "--all", "--base-dir", "BASE"]);
+        assert_eq!(output.status.code(), Some(0));
+    }
+
+    #[test]
+    fn the_end_of_a_process_is_waited_for() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().expect("a process");
+        let pid = rustix::process::Pid::from_child(&child);
+        let process =
+            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).expect("a pidfd");
+        assert!(!has_ended(&process, Instant::now()));
+        child.kill().expect("ended");
+        assert!(has_ended(&process, Instant::now() + END_TIMEOUT));
+        child.wait().expect("reaped");
+    }
+}
