@@ -90,7 +90,7 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
     let log = open_log(Path::new(&config.log_file))?;
     let (mut boot, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
     rustix::io::ioctl_fionbio(&boot, true).map_err(|errno| failed(&errno.into()))?;
-    let inherited = rustix::io::fcntl_dupfd(held, 3).map_err(|errno| failed(&errno.into()))?;
+    let inherited = inheritable(held).map_err(|errno| failed(&errno.into()))?;
     let orders = Orders { lock_descriptor: inherited.as_raw_fd(), config: config.clone() };
     let mut command = Command::new("/proc/self/exe");
     command
@@ -124,6 +124,13 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
             Err(error.context("the daemon did not come up"))
         }
     }
+}
+
+/// A copy that stays open in the program that is executed next.
+fn inheritable(descriptor: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+    let copy = rustix::io::fcntl_dupfd_cloexec(descriptor, 3)?;
+    rustix::io::fcntl_setfd(&copy, rustix::io::FdFlags::empty())?;
+    Ok(copy)
 }
 
 /// The orders as a file that the daemon reads from its beginning.

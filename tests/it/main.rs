@@ -7,3 +7,4 @@ mod file_systems;
 mod harness;
 mod make_model;
 mod tidy;
+mod usage;
