@@ -12,6 +12,7 @@ pub mod output;
 mod preflight;
 pub mod progress;
 mod run;
+mod start;
 mod status;
 mod stop;
 mod target;
@@ -50,6 +51,7 @@ struct CommandLine {
 #[derive(Debug, Subcommand)]
 enum Command {
     Inspect(inspect::InspectArgs),
+    Start(start::StartArgs),
     Run(run::RunArgs),
     Status(status::StatusArgs),
     Wait(wait::WaitArgs),
@@ -83,6 +85,7 @@ fn dispatch(command: &Command) -> Result<u8> {
     let done = |()| 0;
     match command {
         Command::Inspect(args) => inspect::inspect(args).map(done),
+        Command::Start(args) => start::start(args).map(done),
         Command::Run(args) => run::run(args).map(|never| match never {}),
         Command::Status(args) => status::status(args),
         Command::Wait(args) => wait::wait(args).map(done),

@@ -1,0 +1,115 @@
+//! `start`: preload a model, leave a daemon behind that keeps it, and print where it is.
+
+mod follow;
+mod options;
+mod running;
+mod wanted;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::output;
+use crate::daemon::log::Log;
+use crate::daemon::spawn::{self, Spawned};
+use crate::error::{Error, Kind, Result};
+use crate::registry::{Lock, Record};
+use crate::view;
+
+use follow::{Follow, Interrupt};
+pub(crate) use options::StartArgs;
+use running::Running;
+use wanted::Wanted;
+
+/// The pause between two looks at a cache that another command is just starting or ending.
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// Starts a cache, or finds it running, and prints its view when it is ready.
+pub(crate) fn start(args: &StartArgs) -> Result<()> {
+    let wanted = Wanted::resolve(args)?;
+    if args.foreground {
+        return run_in_foreground(args, &wanted);
+    }
+    let deadline = Instant::now().checked_add(args.wait_timeout);
+    let view = bring_up(args, &wanted, deadline)?;
+    output::hand_over_path(&view)
+}
+
+/// Reuses what runs, or starts it, and waits for it. Gives the view's path.
+fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Result<PathBuf> {
+    // Before there is anything to cancel: from here on Ctrl-C is an event and not an end.
+    let mut interrupt = Interrupt::watch()?;
+    loop {
+        match running::look(wanted)? {
+            Running::Same { client, status } => {
+                running::note_other_tuning(wanted, &status);
+                return follow(args, wanted, Follow::joined(client), deadline, &mut interrupt);
+            }
+            Running::Busy => {}
+            Running::Nothing => {
+                if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
+                    let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
+                    let client = wanted.connect(Path::new(&wanted.config.socket));
+                    return follow(args, wanted, Follow::spawned(client?, spawned), deadline, &mut interrupt);
+                }
+            }
+        }
+        wait_for_the_other(wanted, deadline, &mut interrupt)?;
+    }
+}
+
+fn follow(
+    args: &StartArgs,
+    wanted: &Wanted,
+    follow: Follow,
+    deadline: Option<Instant>,
+    interrupt: &mut Interrupt,
+) -> Result<PathBuf> {
+    if args.no_wait {
+        return Ok(PathBuf::from(wanted.config.model_dir()));
+    }
+    follow.until_ready(wanted, deadline, args.quiet, interrupt)
+}
+
+/// Another command is starting or ending the cache, and takes no requests yet or any more.
+fn wait_for_the_other(wanted: &Wanted, deadline: Option<Instant>, interrupt: &mut Interrupt) -> Result<()> {
+    let name = &wanted.config.name;
+    if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        return Err(Error::new(Kind::TimedOut, format!("another command is starting or ending '{name}'"))
+            .hint("try again, or give --wait-timeout more seconds"));
+    }
+    std::thread::sleep(BUSY_PAUSE);
+    interrupt.check()
+}
+
+fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
+    clean_up(wanted, &lock);
+    spawn::spawn(&wanted.config, lock)
+}
+
+/// Removes what a dead daemon of this name left. Whatever can't be removed is met again, with its reason,
+/// by whoever needs its place.
+fn clean_up(wanted: &Wanted, lock: &Lock) {
+    let record = Record::read(&wanted.paths.record).ok().flatten();
+    for line in view::clean_up_crashed(&wanted.paths, record.as_ref(), lock, true) {
+        output::note(&line);
+    }
+}
+
+fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
+    let name = &wanted.config.name;
+    let already = |what: String| {
+        Err(Error::new(Kind::InUse, what).hint(format!("stop it first (iloader stop {name}), or choose another --name")))
+    };
+    if let Running::Same { status, .. } = running::look(wanted)? {
+        return already(format!("'{name}' runs already, as process {}", status.pid));
+    }
+    let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? else {
+        return already(format!("another command is starting or ending '{name}'"));
+    };
+    let log = match &args.log_file {
+        Some(_) => Log::new(spawn::open_log(Path::new(&wanted.config.log_file))?),
+        None => Log::standard_error()?,
+    };
+    clean_up(wanted, &lock);
+    spawn::run_in_foreground(wanted.config.clone(), lock, log)
+}

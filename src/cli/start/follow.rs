@@ -1,0 +1,199 @@
+//! Waiting for a load: its progress, its end, and Ctrl-C.
+
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use super::super::progress::Bar;
+use super::wanted::Wanted;
+use crate::control::client::Client;
+use crate::control::frame::timespec;
+use crate::control::message::{Operation, Progress, Reply};
+use crate::daemon::spawn::Spawned;
+use crate::error::{Error, Kind, Result};
+use crate::registry::{Lock, Record};
+use crate::sys::signals::{self, SignalDescriptor};
+use crate::units::ByteSize;
+use crate::view;
+
+/// How long a cancelled load may take to end, before it is left to itself.
+const CANCEL_MAX: Duration = Duration::from_secs(30);
+
+/// Ctrl-C as something to look for, unless the caller ignores it (`nohup`, `&` in a script).
+pub(super) struct Interrupt {
+    signals: Option<SignalDescriptor>,
+}
+
+impl Interrupt {
+    pub(super) fn watch() -> Result<Interrupt> {
+        let signals = if signals::is_ignored(libc::SIGINT) {
+            None
+        } else {
+            let failed = |error: std::io::Error| Error::os("watch for Ctrl-C", &error);
+            Some(SignalDescriptor::new(&[libc::SIGINT]).map_err(failed)?)
+        };
+        Ok(Interrupt { signals })
+    }
+
+    fn has_come(&mut self) -> bool {
+        self.signals.as_mut().is_some_and(|signals| matches!(signals.read(), Ok(Some(_))))
+    }
+
+    /// An error of kind [`Kind::Cancelled`] once Ctrl-C was pressed.
+    pub(super) fn check(&mut self) -> Result<()> {
+        if self.has_come() { Err(Error::new(Kind::Cancelled, "cancelled")) } else { Ok(()) }
+    }
+
+    /// A daemon that is just starting gets Ctrl-C, too: its end is then no error of its own.
+    pub(super) fn explain(&mut self, error: Error) -> Error {
+        self.check().err().unwrap_or(error)
+    }
+
+    /// Waits until the daemon says something, Ctrl-C comes, or it is `deadline`.
+    fn wait(&self, client: &Client, deadline: Option<Instant>) -> Result<()> {
+        let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
+        let client = client.as_fd();
+        let mut watched = vec![PollFd::new(&client, PollFlags::IN)];
+        watched.extend(self.signals.as_ref().map(|signals| PollFd::new(signals, PollFlags::IN)));
+        match poll(&mut watched, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(Error::os("wait for the daemon", &errno.into())),
+        }
+    }
+}
+
+/// A load that this command waits for.
+pub(super) struct Follow {
+    client: Client,
+    /// The daemon, where this command started it.
+    spawned: Option<Spawned>,
+    last: Progress,
+}
+
+impl Follow {
+    pub(super) fn joined(client: Client) -> Follow {
+        Follow { client, spawned: None, last: Progress::default() }
+    }
+
+    pub(super) fn spawned(client: Client, spawned: Spawned) -> Follow {
+        Follow { client, spawned: Some(spawned), last: Progress::default() }
+    }
+
+    /// Waits until the view is published, and gives its path.
+    pub(super) fn until_ready(
+        mut self,
+        wanted: &Wanted,
+        deadline: Option<Instant>,
+        quiet: bool,
+        interrupt: &mut Interrupt,
+    ) -> Result<PathBuf> {
+        // Made late, so that a cache that is ready already shows none.
+        let mut bar: Option<Bar> = None;
+        self.send(wanted, Operation::Wait { progress: true })?;
+        loop {
+            // What was received already is looked at first: a short time to wait is enough for a cache
+            // that is ready.
+            match self.client.next(Some(Instant::now())) {
+                Ok(Reply::Ready { view }) => {
+                    if let Some(bar) = bar {
+                        bar.finish();
+                    }
+                    return Ok(PathBuf::from(view));
+                }
+                Ok(Reply::Progress(progress)) => {
+                    self.last = progress;
+                    let doing = || Bar::new(&format!("loading {}", wanted.config.name), quiet);
+                    bar.get_or_insert_with(doing).update(&progress);
+                }
+                Ok(Reply::Error(error)) => return Err(error.into()),
+                Ok(_) => return Err(Error::new(Kind::Failed, "the daemon answered out of turn")),
+                Err(error) if error.kind() == Kind::TimedOut => {
+                    if interrupt.has_come() {
+                        drop(bar);
+                        return Err(self.cancel(wanted));
+                    }
+                    if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                        return Err(self.out_of_time(wanted));
+                    }
+                    interrupt.wait(&self.client, deadline)?;
+                }
+                Err(error) => return Err(self.ended(wanted, error)),
+            }
+        }
+    }
+
+    fn send(&mut self, wanted: &Wanted, operation: Operation) -> Result<()> {
+        self.client.send(operation).map_err(|error| self.ended(wanted, error))
+    }
+
+    fn out_of_time(&self, wanted: &Wanted) -> Error {
+        let name = &wanted.config.name;
+        let so_far = match self.last.bytes_total {
+            0 => String::new(),
+            total => format!(" ({} of {} so far)", ByteSize(self.last.bytes_done), ByteSize(total)),
+        };
+        Error::new(Kind::TimedOut, format!("'{name}' is not ready yet{so_far}; the load goes on"))
+            .hint(format!("follow it with 'iloader wait {name}', or end it with 'iloader stop {name}'"))
+    }
+
+    /// Ctrl-C: ends the load, unless others wait for it.
+    fn cancel(&mut self, wanted: &Wanted) -> Error {
+        let name = &wanted.config.name;
+        let deadline = Instant::now() + CANCEL_MAX;
+        let cancelled = |what: String| Error::new(Kind::Cancelled, what);
+        let goes_on = || {
+            cancelled(format!("stopped waiting for '{name}'; the load goes on, because others want it"))
+                .hint(format!("end it with 'iloader stop {name}'"))
+        };
+        // Progress that was sent before the cancelling came looks like the answer that others wait. The
+        // answer to the question behind it tells: it comes after the one to the cancelling.
+        let asked = self.client.send(Operation::Cancel {});
+        if asked.and_then(|()| self.client.send(Operation::Status {})).is_err() {
+            return cancelled(format!("cancelled; '{name}' has ended"));
+        }
+        loop {
+            match self.client.next(Some(deadline)) {
+                Ok(Reply::Stopping {}) => break,
+                Ok(Reply::Ready { .. }) => {
+                    return cancelled(format!("cancelled, but '{name}' was ready just before and stays"))
+                        .hint(format!("end it with 'iloader stop {name}'"));
+                }
+                Ok(Reply::Status(_)) => return goes_on(),
+                Ok(_) => {}
+                Err(error) if error.kind() == Kind::TimedOut => {
+                    return cancelled(format!("cancelled, but the daemon of '{name}' does not answer"))
+                        .hint(format!("look at it with 'iloader status {name}'"));
+                }
+                Err(_) => return cancelled(format!("cancelled; '{name}' has ended")),
+            }
+        }
+        match self.client.wait_for_end(Some(deadline)) {
+            Ok(()) => cancelled(format!("cancelled; nothing of '{name}' is left in memory")),
+            Err(_) => cancelled(format!("cancelled; '{name}' is still ending")),
+        }
+    }
+
+    /// The daemon is gone. Why, stands in the registration or in how its process ended.
+    fn ended(&mut self, wanted: &Wanted, error: Error) -> Error {
+        if error.kind() != Kind::NotFound {
+            return error;
+        }
+        let name = &wanted.config.name;
+        let record = Record::read(&wanted.paths.record).ok().flatten();
+        if let Some(failure) = record.as_ref().and_then(Record::failure) {
+            return failure;
+        }
+        let how = self.spawned.as_mut().and_then(Spawned::ended);
+        let how = how.unwrap_or_else(|| "ended".to_owned());
+        if let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock) {
+            view::clean_up_crashed(&wanted.paths, record.as_ref(), &lock, true);
+            // Its file is all that can stay.
+            let _ = lock.remove_and_release();
+        }
+        Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready"))
+            .hint(format!("its log may say why: {}", wanted.config.log_file))
+    }
+}

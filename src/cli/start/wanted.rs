@@ -1,0 +1,254 @@
+//! What a `start` is to bring about: everything that was typed, resolved and looked at.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use super::super::output;
+use super::options::StartArgs;
+use crate::control::client::Client;
+use crate::daemon::config::{Config, Limits, Tuning};
+use crate::error::{Error, Kind, Result, shown};
+use crate::manifest::SelectionRules;
+use crate::registry::{BaseDir, Environment, Paths, check_socket_path};
+use crate::source::{self, Selection};
+use crate::units::ByteSize;
+use crate::{hub, view};
+
+/// How long a daemon may take for an answer that it has at hand.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A cache as it is asked for.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    pub(super) base: BaseDir,
+    pub(super) paths: Paths,
+    pub(super) selection: Selection,
+    pub(super) config: Config,
+}
+
+impl Wanted {
+    /// Finds the model, prepares BASE, looks through the source once, and checks what can be checked before
+    /// anything is started.
+    pub(super) fn resolve(args: &StartArgs) -> Result<Wanted> {
+        let environment = Environment::of_process();
+        let model = hub::resolve(&args.model_dir)?;
+        let base = BaseDir::prepare(args.base.base_dir.as_deref(), &environment)?;
+        if let Some(reason) = base.fallback_reason() {
+            output::note(&format!("using {} for caches: {reason}", shown(base.path())));
+        }
+        let paths = base.paths(&args.name);
+        let place = |given: &Option<PathBuf>, default: &Path, option: &str| match given {
+            Some(path) => environment.absolute(path, option),
+            None => Ok(default.to_owned()),
+        };
+        let socket = place(&args.socket, &paths.socket, "--socket")?;
+        check_socket_path(&socket, &args.name)?;
+        let view = place(&args.view, &paths.view, "--view")?;
+        view::check_place(&view, &model.root)?;
+        let selection = source::select(&model.root, &args.selection.rules())?;
+        for warning in &selection.warnings {
+            output::warn(warning);
+        }
+        let config = Config {
+            name: args.name.to_string(),
+            base: text(base.path(), "the runtime directory")?,
+            socket: text(&socket, "--socket")?,
+            pid_file: text(&place(&args.pid_file, &paths.pid_file, "--pid-file")?, "--pid-file")?,
+            log_file: log_file(args, &place(&args.log_file, &paths.log_file, "--log-file")?)?,
+            view: text(&view, "--view")?,
+            kept_dirname: args.keep_dirname.then_some(model.label),
+            source: text(&selection.root, "the model directory")?,
+            rules: selection.rules.clone(),
+            tuning: tuning(args),
+            limits: limits(args),
+            idle_ttl_seconds: args.life.idle_ttl.map(|ttl| ttl.as_secs_f64()),
+            loads_unattended: args.no_wait || args.foreground,
+            selection: source::identity::digest(&selection),
+            identity: String::new(),
+            settings: BTreeMap::new(),
+        };
+        Ok(Wanted { base, paths, config: identified(config, &selection), selection })
+    }
+
+    /// Connects to a daemon of this cache.
+    pub(super) fn connect(&self, socket: &Path) -> Result<Client> {
+        Client::connect(socket, ANSWER_TIMEOUT)
+    }
+}
+
+fn text(path: &Path, what: &str) -> Result<String> {
+    path.to_str().map(str::to_owned).ok_or_else(|| {
+        Error::new(Kind::Usage, format!("{what} {} is not UTF-8", shown(path)))
+            .hint("choose a path of ordinary characters")
+    })
+}
+
+/// A daemon in the foreground writes to its standard error, which has a path, too.
+fn log_file(args: &StartArgs, path: &Path) -> Result<String> {
+    if args.foreground && args.log_file.is_none() {
+        return Ok(format!("/proc/{}/fd/2", std::process::id()));
+    }
+    text(path, "--log-file")
+}
+
+fn tuning(args: &StartArgs) -> Tuning {
+    let given = &args.tuning;
+    Tuning {
+        workers: given.workers,
+        chunk_bytes: given.chunk_size,
+        engine: given.engine.clone(),
+        queue_depth: given.queue_depth,
+        read_bytes: given.read_size.map(|size| size.0),
+        direct: given.direct.clone(),
+        backing: given.backing.clone(),
+    }
+}
+
+fn limits(args: &StartArgs) -> Limits {
+    let given = &args.limits;
+    Limits {
+        memory_fraction: given.max_memory_fraction,
+        memory_bytes_max: given.max_memory_bytes.map(|size| size.0),
+        reserve_bytes: given.reserve_bytes.map_or(super::super::args::RESERVE_BYTES, |size| size.0),
+        force: given.force,
+    }
+}
+
+/// Adds what makes the cache what it is: the settings by name, and the digest over them and the selection.
+fn identified(mut config: Config, selection: &Selection) -> Config {
+    config.settings = settings(&config, selection);
+    let mut hash = Sha256::new();
+    let mut text = |text: &str| {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    };
+    text("iloader cache 1");
+    text(&config.selection);
+    for (name, value) in &config.settings {
+        text(name);
+        text(value);
+    }
+    config.identity = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    config
+}
+
+fn settings(config: &Config, selection: &Selection) -> BTreeMap<String, String> {
+    let SelectionRules { patterns, exclude, also_exclude, passthrough } = &config.rules;
+    let globs = |globs: &[String]| match globs {
+        [] => "none".to_owned(),
+        globs => globs.iter().map(shown).collect::<Vec<_>>().join(" "),
+    };
+    let files = format!("{} ({})", selection.files.len(), ByteSize(selection.bytes()));
+    let ttl = config.idle_ttl_seconds.map_or("off".to_owned(), |seconds| format!("{seconds} s"));
+    let cap = config.limits.memory_bytes_max.map_or("none".to_owned(), |bytes| bytes.to_string());
+    [
+        ("source", shown(&config.source)),
+        ("files", files),
+        ("--pattern", globs(patterns)),
+        ("--exclude", exclude.as_deref().map_or("the built-in list".to_owned(), globs)),
+        ("--also-exclude", globs(also_exclude)),
+        ("--passthrough", globs(passthrough)),
+        ("view", shown(config.model_dir())),
+        ("--socket", shown(&config.socket)),
+        ("--backing", config.tuning.backing.clone()),
+        ("--max-memory-bytes", cap),
+        ("--idle-ttl", ttl),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        start: StartArgs,
+    }
+
+    fn wanted(model: &Path, base: &Path, more: &[&str]) -> Result<Wanted> {
+        let mut line = vec!["start", model.to_str().expect("UTF-8"), "--name", "n", "--base-dir"];
+        line.push(base.to_str().expect("UTF-8"));
+        line.extend(more);
+        Wanted::resolve(&Line::try_parse_from(line).expect("parses").start)
+    }
+
+    #[test]
+    fn the_identity_is_the_settings_that_count() {
+        let home = tempfile::tempdir().expect("a directory");
+        let (model, base) = (home.path().join("m"), home.path().join("b"));
+        std::fs::create_dir(&model).expect("made");
+        for file in ["config.json", "a.safetensors"] {
+            std::fs::write(model.join(file), "{}").expect("written");
+        }
+        let identity = |more: &[&str]| wanted(&model, &base, more).expect("resolves").config.identity;
+        let plain = identity(&[]);
+        for same in [
+            &["--workers", "4"][..],
+            &["--chunk-size", "1"],
+            &["--engine", "threads"],
+            &["--force", "--quiet", "--wait-timeout", "1"],
+            &["--no-wait"],
+            &["--max-memory-fraction", "0.5", "--reserve-bytes", "0"],
+        ] {
+            assert_eq!(identity(same), plain, "{same:?}");
+        }
+        let view = home.path().join("v");
+        let others = [
+            &["--pattern", "*.json"][..],
+            &["--exclude", "x"],
+            &["--also-exclude", "x"],
+            &["--passthrough", "*.json"],
+            &["--view", view.to_str().expect("UTF-8")],
+            &["--keep-dirname"],
+            &["--backing", "memfd"],
+            &["--max-memory-bytes", "1GiB"],
+            &["--idle-ttl", "5"],
+        ];
+        let mut seen = vec![plain.clone()];
+        for other in others {
+            let identity = identity(other);
+            assert!(!seen.contains(&identity), "{other:?}");
+            seen.push(identity);
+        }
+        std::fs::write(model.join("config.json"), "{ }").expect("written");
+        assert!(!seen.contains(&identity(&[])), "a file that changed");
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_before_anything_starts() {
+        let home = tempfile::tempdir().expect("a directory");
+        let (model, base) = (home.path().join("m"), home.path().join("b"));
+        std::fs::create_dir(&model).expect("made");
+        std::fs::write(model.join("config.json"), "{}").expect("written");
+        let kind = |more: &[&str]| wanted(&model, &base, more).expect_err("refused").kind();
+        let inside = model.join("view");
+        assert_eq!(kind(&["--view", inside.to_str().expect("UTF-8")]), Kind::Usage);
+        assert_eq!(kind(&["--view", home.path().to_str().expect("UTF-8")]), Kind::Usage);
+        assert_eq!(kind(&["--socket", &format!("/{}", "s".repeat(107))]), Kind::Usage);
+        assert_eq!(kind(&["--log-file", "~/log"]), Kind::Usage);
+        for line in [
+            "--workers 0",
+            "--workers 100000",
+            "--chunk-size 64MiB",
+            "--chunk-size 0",
+            "--max-memory-fraction nan",
+            "--max-memory-fraction 0",
+            "--max-memory-fraction 1.1",
+            "--idle-ttl inf",
+            "--wait-timeout -1",
+            "--engine tokio",
+            "--read-size 0",
+            "--no-wait --foreground",
+        ] {
+            let words = ["start", "m", "--name", "n"].into_iter().chain(line.split(' '));
+            assert!(Line::try_parse_from(words).is_err(), "{line}");
+        }
+    }
+}
