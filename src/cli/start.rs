@@ -98,7 +98,8 @@ fn clean_up(wanted: &Wanted, lock: &Lock) {
 fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
     let name = &wanted.config.name;
     let already = |what: String| {
-        Err(Error::new(Kind::InUse, what).hint(format!("stop it first (iloader stop {name}), or choose another --name")))
+        Err(Error::new(Kind::InUse, what)
+            .hint(format!("stop it first (iloader stop {name}), or choose another --name")))
     };
     if let Running::Same { status, .. } = running::look(wanted)? {
         return already(format!("'{name}' runs already, as process {}", status.pid));

@@ -125,7 +125,11 @@ pub(crate) struct LifeArgs {
 }
 
 fn read_size_help() -> String {
-    format!("Length of one read, at most {} [default: {}]", ByteSize(READ_BYTES_MAX), ByteSize(READ_BYTES_DEFAULT))
+    format!(
+        "Length of one read, at most {} [default: {}]",
+        ByteSize(READ_BYTES_MAX),
+        ByteSize(READ_BYTES_DEFAULT)
+    )
 }
 
 fn read_size(text: &str) -> Result<ByteSize, String> {

@@ -85,8 +85,9 @@ fn other_identity(wanted: &Wanted, status: &Status, client: &mut Client) -> Erro
         found.push("the files of the source have changed".to_owned());
     }
     let name = &status.name;
-    Error::new(Kind::Stale, format!("'{name}' runs with another identity: {}", found.join("; ")))
-        .hint(format!("stop it first (iloader stop {name}), or choose another --name; it runs on undisturbed"))
+    Error::new(Kind::Stale, format!("'{name}' runs with another identity: {}", found.join("; "))).hint(
+        format!("stop it first (iloader stop {name}), or choose another --name; it runs on undisturbed"),
+    )
 }
 
 /// Which files are others than those that were loaded; empty where another source or selection says it all.
