@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(plan.target_of_file, [Some(0), Some(1), Some(0), None]);
         assert_eq!(plan.bytes(), 30);
         assert_eq!(plan.allocated_bytes(), 8192);
-        assert_eq!(plan.jobs, [0..2]);
+        assert_eq!(plan.jobs.as_slice(), std::slice::from_ref(&(0..2)));
     }
 
     #[test]
