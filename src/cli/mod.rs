@@ -51,7 +51,7 @@ struct CommandLine {
 #[derive(Debug, Subcommand)]
 enum Command {
     Inspect(inspect::InspectArgs),
-    Start(start::StartArgs),
+    Start(Box<start::StartArgs>),
     Run(run::RunArgs),
     Status(status::StatusArgs),
     Wait(wait::WaitArgs),

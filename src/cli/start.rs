@@ -48,8 +48,8 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
             Running::Nothing => {
                 if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
                     let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
-                    let client = wanted.connect(Path::new(&wanted.config.socket));
-                    return follow(args, wanted, Follow::spawned(client?, spawned), deadline, &mut interrupt);
+                    let spawned = Follow::spawned(wanted, spawned)?;
+                    return follow(args, wanted, spawned, deadline, &mut interrupt);
                 }
             }
         }
@@ -98,7 +98,8 @@ fn clean_up(wanted: &Wanted, lock: &Lock) {
 fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
     let name = &wanted.config.name;
     let already = |what: String| {
-        Err(Error::new(Kind::InUse, what).hint(format!("stop it first (iloader stop {name}), or choose another --name")))
+        Err(Error::new(Kind::InUse, what)
+            .hint(format!("stop it first (iloader stop {name}), or choose another --name")))
     };
     if let Running::Same { status, .. } = running::look(wanted)? {
         return already(format!("'{name}' runs already, as process {}", status.pid));

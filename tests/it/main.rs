@@ -6,4 +6,5 @@ mod copy;
 mod file_systems;
 mod harness;
 mod make_model;
+mod start;
 mod tidy;

@@ -13,8 +13,8 @@ use crate::registry::Name;
 use crate::units::ByteSize;
 
 const HELP_AFTER: &str = "\
-MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Sizes (SIZE) are bytes or
-carry a binary suffix: 512MiB, 32GiB. The path of the view is printed alone on stdout when the model is ready.
+MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Sizes (SIZE) are bytes or \
+carry a binary suffix: 512MiB, 32GiB. The path of the view is printed alone on stdout when the model is ready. \
 Starting again what runs already prints the path at once; other settings under the same name are refused.
 
 Example:
@@ -125,7 +125,11 @@ pub(crate) struct LifeArgs {
 }
 
 fn read_size_help() -> String {
-    format!("Length of one read, at most {} [default: {}]", ByteSize(READ_BYTES_MAX), ByteSize(READ_BYTES_DEFAULT))
+    format!(
+        "Length of one read, at most {} [default: {}]",
+        ByteSize(READ_BYTES_MAX),
+        ByteSize(READ_BYTES_DEFAULT)
+    )
 }
 
 fn read_size(text: &str) -> Result<ByteSize, String> {

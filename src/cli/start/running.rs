@@ -6,7 +6,7 @@ use super::super::output;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{Operation, Reply, State, Status};
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::registry::{self, Liveness, Registration};
 use crate::source::identity::differences;
@@ -85,8 +85,9 @@ fn other_identity(wanted: &Wanted, status: &Status, client: &mut Client) -> Erro
         found.push("the files of the source have changed".to_owned());
     }
     let name = &status.name;
-    Error::new(Kind::Stale, format!("'{name}' runs with another identity: {}", found.join("; ")))
-        .hint(format!("stop it first (iloader stop {name}), or choose another --name; it runs on undisturbed"))
+    Error::new(Kind::Stale, format!("'{name}' runs with another identity: {}", found.join("; "))).hint(
+        format!("stop it first (iloader stop {name}), or choose another --name; it runs on undisturbed"),
+    )
 }
 
 /// Which files are others than those that were loaded; empty where another source or selection says it all.
@@ -127,6 +128,6 @@ pub(super) fn note_other_tuning(wanted: &Wanted, status: &Status) {
         })
         .collect();
     if !differ.is_empty() {
-        output::note(&format!("{} is loaded already, with {}", shown(&status.name), differ.join(", ")));
+        output::note(&format!("'{}' is loaded already, with {}", wanted.config.name, differ.join(", ")));
     }
 }
