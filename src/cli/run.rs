@@ -135,20 +135,31 @@ fn substitute(argument: &OsStr, view: &OsStr) -> OsString {
 /// Why the command was not executed, as kind and words.
 fn not_executed(command: &OsStr, cause: &io::Error) -> Error {
     let name = shown(command);
-    match cause.raw_os_error() {
-        Some(libc::ENOENT) if is_somewhere(command) => Error::new(
+    let is_searched = !command.as_bytes().contains(&b'/');
+    let is_missing = match cause.raw_os_error() {
+        Some(libc::ENOENT) => !is_somewhere(command),
+        Some(libc::ENOTDIR | libc::ENAMETOOLONG) => true,
+        // Where nothing is found, a directory of PATH that may not be entered is all that it speaks of.
+        Some(libc::EACCES) => is_searched && !is_somewhere(command),
+        _ => false,
+    };
+    if is_missing {
+        let place = if is_searched { " in PATH" } else { "" };
+        return Error::new(
+            Kind::CommandNotFound,
+            format!("cannot run {name}: there is no such command{place}"),
+        )
+        .hint("check its spelling, and whether its environment (venv, conda, PATH) is active here");
+    }
+    if cause.raw_os_error() == Some(libc::ENOENT) {
+        return Error::new(
             Kind::NotExecutable,
             format!("cannot execute {name}: it exists, but the interpreter or loader that it names does not"),
         )
-        .hint("see its first line (head -1), or what file(1) says about it"),
-        Some(libc::ENOENT | libc::ENOTDIR | libc::ENAMETOOLONG) => {
-            let place = if command.as_bytes().contains(&b'/') { "" } else { " in PATH" };
-            Error::new(Kind::CommandNotFound, format!("cannot run {name}: there is no such command{place}"))
-                .hint("check its spelling, and whether its environment (venv, conda, PATH) is active here")
-        }
-        _ => Error::new(Kind::NotExecutable, format!("cannot execute {name}: {}", reason(cause)))
-            .hint("COMMAND must be a program with execute permission (chmod +x); no shell is involved"),
+        .hint("see its first line (head -1), or what file(1) says about it");
     }
+    Error::new(Kind::NotExecutable, format!("cannot execute {name}: {}", reason(cause)))
+        .hint("COMMAND must be a program with execute permission (chmod +x); no shell is involved")
 }
 
 /// Whether a file of that name is where `execvp` looks.
@@ -219,6 +230,10 @@ mod tests {
         assert_eq!(code(script.as_os_str(), &not_found), 126);
         assert_eq!(code(OsStr::new("/etc"), &io::Error::from_raw_os_error(libc::EACCES)), 126);
         assert_eq!(code(OsStr::new(""), &not_found), 127);
+        let refused = io::Error::from_raw_os_error(libc::EACCES);
+        assert_eq!(code(OsStr::new("no-such-command-at-all"), &refused), 127);
+        assert_eq!(code(OsStr::new("sh"), &refused), 126);
+        assert_eq!(code(OsStr::new("./no-such-command"), &refused), 126);
     }
 
     fn standin() -> Standin {

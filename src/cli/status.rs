@@ -8,7 +8,7 @@ use super::args::{TargetArgs, TimeoutArgs};
 use super::json;
 use super::output;
 use super::preflight;
-use super::target::{Standing, Target};
+use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
 use crate::control::message::{Operation, Progress, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
@@ -154,7 +154,7 @@ fn ask(target: &Target) -> Result<(Snapshot, Option<Client>)> {
     match target.standing() {
         Standing::Unknown => return Err(target.unknown()),
         Standing::Failed(error) => return unanswered(State::Failed, error),
-        Standing::Dead => return unanswered(State::Dead, target.dead()),
+        Standing::Dead => return unanswered(State::Dead, target.dead(LEFT_FOR_LATER)),
         Standing::Elsewhere(place) => return unanswered(State::Unreachable, target.elsewhere(place)),
         Standing::Alive => {}
     }
@@ -170,7 +170,7 @@ fn ask(target: &Target) -> Result<(Snapshot, Option<Client>)> {
             let now = target.refreshed();
             match now.standing() {
                 Standing::Failed(error) => unanswered(State::Failed, error),
-                Standing::Dead => unanswered(State::Dead, now.dead()),
+                Standing::Dead => unanswered(State::Dead, now.dead(LEFT_FOR_LATER)),
                 _ => Err(error),
             }
         }

@@ -45,6 +45,9 @@ pub(crate) enum Standing<'a> {
     Elsewhere(&'a str),
 }
 
+/// What becomes of a dead cache that a command only looks at.
+pub(crate) const LEFT_FOR_LATER: &str = "the next 'iloader start' or 'iloader stop' of that name cleans up";
+
 /// The pause between two looks at a daemon that is just starting.
 const STARTING_PAUSE: Duration = Duration::from_millis(20);
 
@@ -204,11 +207,10 @@ impl Target {
             Standing::Failed(error) => Err(error),
             Standing::Elsewhere(place) => Err(self.elsewhere(place)),
             Standing::Dead => {
-                let error = self.dead();
                 // None of our commands leaves a dead view standing for others to follow.
                 Err(match self.clean_up(false) {
-                    Ok(_) => error,
-                    Err(why) => error.hint(format!("its leftovers could not be removed: {}", why.message())),
+                    Ok(_) => self.dead("what it left was removed"),
+                    Err(error) => self.dead(&format!("what it left stays: {}", error.message())),
                 })
             }
         }
@@ -247,16 +249,16 @@ impl Target {
         Error::new(Kind::NotFound, format!("there is no cache {}{place}", self.label())).hint(hint)
     }
 
-    /// The error for a daemon that was killed or crashed.
-    pub(crate) fn dead(&self) -> Error {
+    /// The error for a daemon that was killed or crashed. `leftovers` says what becomes of what it left.
+    pub(crate) fn dead(&self, leftovers: &str) -> Error {
+        let label = self.label();
         let Some(record) = self.record() else {
-            return Error::new(
-                Kind::Failed,
-                format!("the daemon of {} is dead, and its registration can't be read", self.label()),
-            )
-            .hint("start the cache again");
+            let message =
+                format!("the daemon of {label} is dead, and its registration can't be read; {leftovers}");
+            return Error::new(Kind::Failed, message).hint("start the cache again");
         };
-        let message = format!("the daemon of {} (pid {}) was killed or crashed", self.label(), record.pid);
+        let message =
+            format!("the daemon of {label} (pid {}) was killed or crashed; {leftovers}", record.pid);
         Error::new(Kind::Failed, message).hint(format!(
             "start it again: iloader start {} --name {}; its log is {}",
             shown(&record.source),

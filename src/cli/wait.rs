@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::args::{self, TargetArgs};
 use super::progress::Bar;
-use super::target::{Standing, Target};
+use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
 use crate::control::message::{Operation, Progress, Reply};
 use crate::error::{Error, Kind, Result};
@@ -90,7 +90,7 @@ fn ended(target: &Target, error: Error) -> Error {
     let now = target.refreshed();
     match now.standing() {
         Standing::Failed(error) => error,
-        Standing::Dead => now.dead(),
+        Standing::Dead => now.dead(LEFT_FOR_LATER),
         Standing::Unknown => {
             Error::new(Kind::NotFound, format!("{} was stopped", target.label())).hint("start it again")
         }

@@ -155,19 +155,35 @@ fn create_unlinked(mounts: &namespace::PrivateTmpfs, name: &str) -> std::io::Res
 
 /// Whether a stock reader's map of a memfd would be aligned to a huge page: tried, not believed.
 fn maps_of_memfd_are_aligned() -> bool {
-    let aligned = |extents: u64| -> std::io::Result<bool> {
+    let aligned = |bytes: u64| -> std::io::Result<bool> {
         let file = memfd::create("iloader:probe")?;
-        let bytes = extents * HUGE_PAGE_BYTES;
         file.set_len(bytes)?;
-        Ok((map::ReaderMap::new(&file, bytes as usize)?.address() as u64).is_multiple_of(HUGE_PAGE_BYTES))
+        let map = map::ReaderMap::new(&file, bytes as usize)?;
+        Ok((map.address() as u64).is_multiple_of(HUGE_PAGE_BYTES))
     };
-    // By chance one map in 512 is aligned; three in a row are no chance.
-    [2, 3, 4].into_iter().all(|extents| aligned(extents).unwrap_or(false))
+    // A map is put right below another one. Lengths that are no multiple of a huge page, and differ, end at
+    // an aligned address by chance once in 512 times each.
+    [5, 77, 301].into_iter().all(|pages| aligned(2 * HUGE_PAGE_BYTES + pages * PAGE_BYTES).unwrap_or(false))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The kernel's own setting decides, so the probe must agree with it where it is at an extreme.
+    #[test]
+    fn the_probe_agrees_with_the_kernel() {
+        let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+        match setting {
+            Ok(text) if text.contains("[never]") || text.contains("[deny]") => {
+                assert!(!maps_of_memfd_are_aligned(), "{text}");
+            }
+            Ok(text) if text.contains("[always]") || text.contains("[force]") => {
+                assert!(maps_of_memfd_are_aligned(), "{text}");
+            }
+            other => crate::skipped(format!("shmem_enabled is {other:?}")),
+        }
+    }
 
     #[test]
     fn auto_always_finds_one_and_says_why() {

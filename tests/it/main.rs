@@ -8,3 +8,4 @@ mod harness;
 mod make_model;
 mod start;
 mod tidy;
+mod usage;

@@ -35,7 +35,11 @@ const ROWS: &[(u32, &str, &[&str])] = &[
     (4, "load", &["error", "units", "sys", "source", "plan", "engine"]),
     (5, "memory", &["error", "units", "manifest", "sys", "source", "plan", "engine", "load", "budget"]),
     (5, "disk", &["error", "units", "manifest", "sys", "source", "plan", "engine", "load", "budget"]),
-    (6, "view", &["error", "units", "manifest", "sys", "registry", "control", "memory"]),
+    (
+        6,
+        "view",
+        &["error", "units", "manifest", "sys", "source::DirectoryLink", "registry", "control", "memory"],
+    ),
     (6, "attach", &["error", "units", "manifest", "sys", "registry", "control", "memory"]),
     (7, "daemon", ALL_LOWER),
     (7, "bench", ALL_LOWER),
@@ -318,6 +322,10 @@ fn a_forbidden_import_is_found() {
         ("src/sys/map.rs", "use crate::Error;"),
         ("src/disk/store.rs", "use crate::memory::Segment;"),
         ("src/view.rs", "use crate::daemon::Config;"),
+        ("src/view.rs", "use crate::source::select;"),
+        ("src/view.rs", "use crate::source::DirectoryLinks;"),
+        ("src/daemon/serve.rs", "use crate::cli;"),
+        ("src/daemon/serve.rs", "use crate::bench;"),
         ("src/novelty.rs", ""),
     ] {
         assert!(!found(path, text).is_empty(), "{path}: {text}");
@@ -330,6 +338,8 @@ fn a_forbidden_import_is_found() {
         ("src/engine/uring.rs", "// use crate::plan\nconst A: &str = \"crate::plan::x\"; /* crate::cli */"),
         ("src/engine/uring.rs", "#[cfg(test)]\nmod tests { use crate::plan::Chunk; }"),
         ("src/engine/uring.rs", "pub(crate) fn plan() {}"),
+        ("src/view/tree.rs", "use crate::source::DirectoryLink;"),
+        ("src/daemon/serve.rs", "use crate::{memory, view::View, budget, registry::Lock};"),
         ("src/main.rs", "fn main() { iloader::cli::main() }"),
         ("src/lib.rs", "pub use crate::cli::x;"),
     ] {
