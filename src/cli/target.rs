@@ -281,7 +281,7 @@ impl Target {
             Reply::Progress(_) => "progress",
             Reply::Ready { .. } => "readiness",
             Reply::Leased(_) => "a lease",
-            Reply::Stopping {} => "its own end",
+            Reply::Stopping { .. } => "its own end",
             Reply::Error(error) => return Error::from(error.clone()),
         };
         Error::new(Kind::Failed, format!("the daemon of {} answered with {kind} out of turn", self.label()))

@@ -160,7 +160,7 @@ impl Follow {
         }
         loop {
             match self.client.next(Some(deadline)) {
-                Ok(Reply::Stopping {}) => break,
+                Ok(Reply::Stopping { .. }) => break,
                 Ok(Reply::Ready { .. }) => {
                     return cancelled(format!("cancelled, but '{name}' was ready just before and stays"))
                         .hint(format!("end it with 'iloader stop {name}'"));
