@@ -63,7 +63,8 @@ impl Sandbox {
     /// With an empty model directory.
     pub(crate) fn empty() -> Sandbox {
         let home = scratch_dir();
-        let unique = home.path().file_name().unwrap().to_str().unwrap().rsplit('-').next().unwrap().to_owned();
+        let unique =
+            home.path().file_name().unwrap().to_str().unwrap().rsplit('-').next().unwrap().to_owned();
         for leaf in ["model", "home", "tmp"] {
             std::fs::create_dir(home.path().join(leaf)).unwrap();
         }
@@ -310,7 +311,9 @@ impl Job {
         until(&what, || self.is_over());
         let status = self.child.wait().unwrap();
         let text = |stream: &mpsc::Receiver<String>| {
-            stream.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("somebody keeps a stream of {}", self.line))
+            stream
+                .recv_timeout(PATIENCE)
+                .unwrap_or_else(|_| panic!("somebody keeps a stream of {}", self.line))
         };
         Ran {
             code: status.code(),
@@ -346,6 +349,8 @@ pub(crate) struct Ran {
     pub(crate) signal: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
+    /// For messages.
+    #[allow(dead_code, reason = "the derived Debug reads it")]
     line: String,
 }
 
