@@ -172,6 +172,9 @@ fn ask(target: &Target) -> Result<(Snapshot, Option<Client>)> {
             match now.standing() {
                 Standing::Failed(error) => unanswered(State::Failed, error),
                 Standing::Dead => unanswered(State::Dead, now.dead(LEFT_FOR_LATER)),
+                Standing::Alive if now.is_registered() => {
+                    Ok((Snapshot::without_answer(target, State::Stopping, None), None))
+                }
                 _ => Err(error),
             }
         }

@@ -146,6 +146,11 @@ impl Target {
         }
     }
 
+    /// Whether a registration tells of it, and not its socket alone.
+    pub(crate) fn is_registered(&self) -> bool {
+        self.registration().is_some()
+    }
+
     fn registration(&self) -> Option<&Registration> {
         self.registered.as_ref()?.registration.as_ref()
     }
