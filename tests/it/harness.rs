@@ -173,6 +173,10 @@ impl Sandbox {
     /// where the load cannot be made slow enough to be met. It goes on when the value is dropped.
     pub(crate) fn freeze(&self) -> Option<Frozen> {
         let ran = self.start(&[&SLOWLY[..], &["--no-wait"]].concat()).expect(0);
+        until("progress", || {
+            let status = self.status();
+            status["state"] == "ready" || status["progress"]["bytes_done"].as_u64() > Some(0)
+        });
         let frozen = Frozen(self.daemon());
         kill_process(frozen.0, Signal::STOP).unwrap();
         until("a stopped process", || is_stopped(frozen.0));

@@ -152,6 +152,20 @@ fn a_failure_that_was_told_is_not_kept() {
 }
 
 #[test]
+fn a_failure_that_nobody_waited_for_is_kept_for_who_asks() {
+    let sandbox = Sandbox::new();
+    for _ in 0..30 {
+        let started = sandbox.start(&["--no-wait", "--max-memory-bytes", "1"]).expect(0);
+        assert_eq!(started.path(), sandbox.view());
+        sandbox.ask("wait", &[]).expect_refusal(1, "capped at");
+        sandbox.ask("stop", &[]);
+        sandbox.nothing_left();
+    }
+    sandbox.started(&["--no-wait"]);
+    sandbox.ask("wait", &[]).expect(0);
+}
+
+#[test]
 fn what_cannot_be_loaded_leaves_nothing() {
     let sandbox = Sandbox::new();
     let nothing = || {
