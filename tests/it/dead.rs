@@ -7,7 +7,7 @@ use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{Job, MODEL, Sandbox, bytes_of, entries};
+use crate::harness::{Job, MODEL, Sandbox, bytes_of, entries, until};
 
 /// A cache whose daemon was killed. What it left stands.
 fn dead() -> Sandbox {
@@ -185,7 +185,7 @@ fn a_daemon_killed_at_any_moment_of_its_start_is_in_nobodys_way() {
     for pause in 0..12 {
         let start = Job::spawn(sandbox.start_command(&["--quiet"]));
         let file = sandbox.run_file("pid");
-        crate::harness::until("a pid", || file.exists() || sandbox.view().join("config.json").exists());
+        until("a pid", || file.exists() || sandbox.view().join("config.json").exists());
         std::thread::sleep(std::time::Duration::from_millis(pause * pause / 2));
         if let Some(pid) = fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok()) {
             let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
