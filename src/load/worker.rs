@@ -241,6 +241,9 @@ impl Worker<'_> {
     fn part_done(&mut self, token: usize, window: Window) -> Result<()> {
         let part = self.parts[token].take().expect("a completion belongs to a part");
         let slot = part.active;
+        // The window may go on behind the end of the file; those bytes were not read.
+        let bytes = part.filled.as_ref().map_or(0, Window::len) as u64 + part.wanted;
+        self.count(part.method, bytes);
         let window = match part.filled {
             Some(mut filled) => {
                 filled.join(window);
@@ -248,7 +251,6 @@ impl Worker<'_> {
             }
             None => window,
         };
-        self.count(part.method, window.len() as u64);
         let active = self.active[slot].as_mut().expect("a part belongs to an active chunk");
         active.parts[part.index] = Some(window);
         active.parts_filled += 1;
