@@ -55,6 +55,11 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
             Running::Nothing => {
                 if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
                     let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
+                    if args.no_wait {
+                        // Registered is all that was asked for: a load that failed since then is told by
+                        // 'wait', whether or not this command was quick enough to meet it.
+                        return Ok(PathBuf::from(wanted.config.model_dir()));
+                    }
                     let spawned = Follow::spawned(wanted, spawned)?;
                     return follow(args, wanted, spawned, deadline, &mut interrupt);
                 }

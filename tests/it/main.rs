@@ -3,9 +3,16 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod copy;
+mod dead;
 mod file_systems;
 mod harness;
+mod immutable;
+mod leases;
+mod main_job;
 mod make_model;
+mod resting;
+mod reuse;
 mod start;
 mod tidy;
 mod usage;
+mod views;
