@@ -26,6 +26,7 @@ use crate::daemon::load::{
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
+use crate::sys::process::trim_heap;
 use crate::units::ByteSize;
 
 /// The least time between two [`Reply::Progress`] to one waiter.
@@ -313,6 +314,7 @@ impl Server {
         for (waiter, _) in std::mem::take(&mut self.waiters) {
             self.listener.reply(waiter, &ready);
         }
+        trim_heap();
     }
 
     fn fail(&mut self, error: Error) {
