@@ -5,7 +5,7 @@
 
 mod bed;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,8 @@ impl Cache {
         let shared_memory = Path::new("/dev/shm");
         let parent = if shared_memory.is_dir() { shared_memory.to_owned() } else { std::env::temp_dir() };
         let base = tempfile::Builder::new().prefix("iloader-bench-").tempdir_in(parent)?;
-        let cache = Cache { base, model: ModelDir::make(&bed::directory(), files, FILE_BYTES)? };
-        cache.succeed(&mut cache.start_again())?;
+        let cache = Cache { base, model: ModelDir::make(bed::directory(), files, FILE_BYTES)? };
+        succeed(&mut cache.start_again())?;
         Ok(cache)
     }
 
@@ -55,10 +55,6 @@ impl Cache {
         let mut command = self.command("run");
         command.args(["bench", "--", "/bin/true"]);
         command
-    }
-
-    fn succeed(&self, command: &mut Command) -> Outcome<Duration> {
-        succeed(command)
     }
 
     /// The daemon's process, from its pid file.
@@ -99,12 +95,12 @@ fn main() -> ExitCode {
 }
 
 fn measure(runs: usize) -> Outcome<()> {
-    machine::describe(&PathBuf::from("/dev/shm"), "control")?;
+    machine::describe(Path::new("/dev/shm"), "control")?;
     let few = Cache::start(FILES_FEW)?;
     println!("\nstart of what runs already, {FILES_FEW} files");
     let mut again = Vec::new();
     for _ in 0..runs {
-        again.push(few.succeed(&mut few.start_again())?.as_secs_f64() * 1e3);
+        again.push(succeed(&mut few.start_again())?.as_secs_f64() * 1e3);
     }
     report("start again", "ms", &Spread::of(again), Target::AtMost(30.0));
 
@@ -121,7 +117,7 @@ fn measure(runs: usize) -> Outcome<()> {
     let mut status = Vec::new();
     for _ in 0..runs {
         let mut command = few.command("status");
-        status.push(few.succeed(command.arg("bench"))?.as_secs_f64() * 1e3);
+        status.push(succeed(command.arg("bench"))?.as_secs_f64() * 1e3);
     }
     println!("  status       {:.2} ms", Spread::of(status));
 
@@ -153,14 +149,14 @@ fn measure(runs: usize) -> Outcome<()> {
 fn added(runs: usize, cache: &Cache) -> Outcome<Spread> {
     let pairs = Pairs::measure(
         runs,
-        || cache.succeed(&mut cache.run_true()),
+        || succeed(&mut cache.run_true()),
         || succeed(Command::new("/bin/true").stdin(Stdio::null())),
     )?;
     Ok(Spread::of(pairs.differences().map(|seconds| seconds * 1e3)))
 }
 
 fn report(what: &str, unit: &str, spread: &Spread, target: Target) {
-    println!("  {what:<12} {spread:.2} {unit}, {} {unit}", target.verdict(spread.median()));
+    println!("  {what:<12} {spread:.2} {unit}, {}", target.verdict(spread.median()));
 }
 
 /// Resident memory of a process that is no memory file of ours: its program, heap, stacks and tables.
