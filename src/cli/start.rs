@@ -48,8 +48,8 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
             Running::Nothing => {
                 if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
                     let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
-                    let client = wanted.connect(Path::new(&wanted.config.socket));
-                    return follow(args, wanted, Follow::spawned(client?, spawned), deadline, &mut interrupt);
+                    let spawned = Follow::spawned(wanted, spawned)?;
+                    return follow(args, wanted, spawned, deadline, &mut interrupt);
                 }
             }
         }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::control::message::WireError;
+use crate::error::{Error, Kind, Result};
 use crate::manifest::SelectionRules;
 
 /// What a `start` writes to the standard input of the daemon that it spawns.
@@ -62,6 +63,30 @@ pub struct Config {
     pub identity: String,
     /// The settings behind the digest, by name.
     pub settings: BTreeMap<String, String>,
+}
+
+impl Orders {
+    /// As they are written.
+    pub fn to_json(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self)
+            .map_err(|error| Error::new(Kind::Failed, format!("cannot write the daemon's orders: {error}")))
+    }
+
+    /// As they were written by the same program.
+    pub fn from_json(json: &[u8]) -> Result<Orders> {
+        serde_json::from_slice(json).map_err(|error| {
+            Error::new(Kind::Usage, format!("these are no orders of 'iloader start': {error}"))
+                .hint("this command is for 'iloader start' alone")
+        })
+    }
+}
+
+impl Boot {
+    /// As it was said by the same program.
+    pub fn from_json(json: &[u8]) -> Result<Boot> {
+        serde_json::from_slice(json)
+            .map_err(|error| Error::new(Kind::Failed, format!("cannot read what the daemon said: {error}")))
+    }
 }
 
 impl Config {

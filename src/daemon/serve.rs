@@ -346,7 +346,7 @@ impl Server {
     }
 
     fn notify_of_load(&mut self, now: Instant) {
-        if !self.notify_due.is_some_and(|due| now >= due) {
+        if self.notify_due.is_none_or(|due| now < due) {
             return;
         }
         self.notify_due = Some(now + NOTIFY_EVERY);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, Mode, memfd_create};
 use rustix::process::{DumpableBehavior, chdir, set_dumpable_behavior, setsid, umask};
-use rustix::stdio::{dup2_stdin, dup2_stdout};
+use rustix::stdio::{dup2_stdin, dup2_stdout, stderr, stdout};
 
 use crate::control::frame::{self, Decoder};
 use crate::control::message::WireError;
@@ -31,8 +31,8 @@ pub const COMMAND: &str = "__daemon";
 /// How long a daemon may take from its start until it is registered: some files in BASE.
 const BOOT_MAX: Duration = Duration::from_secs(60);
 
-/// The longest [`Boot`]: an error with its hint.
-const BOOT_BYTES_MAX: usize = 64 << 10;
+/// The longest [`Boot`]: an error with its hint. A pipe takes so much at once.
+const BOOT_BYTES_MAX: usize = 32 << 10;
 
 /// The variables that a daemon keeps. The others are its caller's affair, and some are secrets, which would
 /// stand in `/proc/<pid>/environ` for as long as the cache lives.
@@ -45,10 +45,10 @@ pub struct Spawned {
 }
 
 impl Spawned {
-    /// How the daemon ended, in words, where it has. It is waited for briefly: its connections close a moment
-    /// before it ends.
+    /// How the daemon ended, in words, where it has. It is waited for: its connections close before its lock,
+    /// and giving back much memory takes seconds.
     pub fn ended(&mut self) -> Option<String> {
-        const PATIENCE: Duration = Duration::from_secs(1);
+        const PATIENCE: Duration = Duration::from_secs(10);
         let deadline = Instant::now() + PATIENCE;
         loop {
             match self.child.try_wait() {
@@ -62,9 +62,7 @@ impl Spawned {
 
 fn in_words(status: ExitStatus) -> String {
     match status.signal() {
-        Some(libc::SIGKILL) => {
-            "was killed (SIGKILL), as the kernel does where memory runs out: see dmesg".to_owned()
-        }
+        Some(libc::SIGKILL) => "was killed by SIGKILL".to_owned(),
         Some(signal) => format!("ended by signal {signal}"),
         None => format!("ended with exit code {}", status.code().unwrap_or(-1)),
     }
@@ -139,8 +137,7 @@ fn written(orders: &Orders) -> Result<Stdio> {
     let memory =
         memfd_create("iloader:orders", MemfdFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let mut file = File::from(memory);
-    let json = serde_json::to_vec(orders).map_err(|error| failed(&error.into()))?;
-    file.write_all(&json).and_then(|()| file.rewind()).map_err(|error| failed(&error))?;
+    file.write_all(&orders.to_json()?).and_then(|()| file.rewind()).map_err(|error| failed(&error))?;
     Ok(file.into())
 }
 
@@ -149,9 +146,7 @@ fn read_boot(pipe: &mut (impl Read + AsFd)) -> Result<Option<Boot>> {
     let Some(message) = frame::read(pipe, &mut Decoder::new(BOOT_BYTES_MAX), deadline)? else {
         return Ok(None);
     };
-    serde_json::from_slice(&message)
-        .map(Some)
-        .map_err(|error| Error::new(Kind::Failed, format!("cannot read what it said: {error}")))
+    Boot::from_json(&message).map(Some)
 }
 
 /// Opens a log for appending, mode 0600 where it is new.
@@ -171,12 +166,7 @@ pub fn become_daemon() -> Result<()> {
     let orders: Orders = std::io::stdin()
         .read_to_end(&mut orders)
         .map_err(|error| Error::os("read the orders", &error))
-        .and_then(|_| {
-            serde_json::from_slice(&orders).map_err(|error| {
-                Error::new(Kind::Usage, format!("these are no orders of 'iloader start': {error}"))
-                    .hint("this command is for 'iloader start' alone")
-            })
-        })?;
+        .and_then(|_| Orders::from_json(&orders))?;
     let lock =
         peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
     let booted = detach().and_then(|signals| boot(orders.config, lock, signals));
@@ -232,9 +222,10 @@ fn boot(config: Config, lock: OwnedFd, signals: SignalDescriptor) -> Result<Star
 
 fn tell_and_close(frame: &[u8]) -> Result<()> {
     let failed = |error: &std::io::Error| Error::os("tell the starting command that the daemon is up", error);
-    let told = std::io::stdout().write_all(frame).and_then(|()| std::io::stdout().flush());
-    dup2_stdout(std::io::stderr()).map_err(|errno| failed(&errno.into()))?;
-    told.map_err(|error| failed(&error))
+    // A pipe's buffer takes it whole: it is shorter, and nothing was written before.
+    let told = rustix::io::write(stdout(), frame).map_err(|errno| errno.into());
+    dup2_stdout(stderr()).map_err(|errno| failed(&errno.into()))?;
+    told.map(drop).map_err(|error| failed(&error))
 }
 
 /// Is the daemon in this process, for `start --foreground`. Log lines go to `log`. Returns when the cache has

@@ -113,11 +113,12 @@ pub fn ignore(signal: i32) {
     set_disposition(signal, libc::SIG_IGN);
 }
 
-/// Puts every signal back to what a fresh login gives: default disposition, nothing blocked in this thread.
+/// Puts every signal that is ignored back to its default, and unblocks all in this thread.
 ///
-/// What the caller of a daemon ignored or blocked is its own affair and must not follow the daemon.
+/// What the caller of a daemon ignored or blocked is its own affair and must not follow the daemon. An exec
+/// keeps nothing else of a caller's dispositions; handlers are this program's own, and stay.
 pub fn reset_all() -> io::Result<()> {
-    for signal in 1..=SIGNAL_MAX {
+    for signal in (1..=SIGNAL_MAX).filter(|signal| is_ignored(*signal)) {
         set_disposition(signal, libc::SIG_DFL);
     }
     change_mask(libc::SIG_SETMASK, &set_of(&[])).map(drop)

@@ -6,5 +6,6 @@ mod copy;
 mod file_systems;
 mod harness;
 mod make_model;
+mod start;
 mod tidy;
 mod usage;

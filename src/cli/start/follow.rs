@@ -1,7 +1,7 @@
 //! Waiting for a load: its progress, its end, and Ctrl-C.
 
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -13,7 +13,7 @@ use crate::control::client::Client;
 use crate::control::frame::timespec;
 use crate::control::message::{Operation, Progress, Reply};
 use crate::daemon::spawn::Spawned;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, shown};
 use crate::registry::{Lock, Record};
 use crate::sys::signals::{self, SignalDescriptor};
 use crate::units::ByteSize;
@@ -78,8 +78,12 @@ impl Follow {
         Follow { client, spawned: None, last: Progress::default() }
     }
 
-    pub(super) fn spawned(client: Client, spawned: Spawned) -> Follow {
-        Follow { client, spawned: Some(spawned), last: Progress::default() }
+    /// Connects to a daemon that this command started, which is registered.
+    pub(super) fn spawned(wanted: &Wanted, mut spawned: Spawned) -> Result<Follow> {
+        match wanted.connect(Path::new(&wanted.config.socket)) {
+            Ok(client) => Ok(Follow { client, spawned: Some(spawned), last: Progress::default() }),
+            Err(error) => Err(why_ended(wanted, Some(&mut spawned), error)),
+        }
     }
 
     /// Waits until the view is published, and gives its path.
@@ -120,13 +124,13 @@ impl Follow {
                     }
                     interrupt.wait(&self.client, deadline)?;
                 }
-                Err(error) => return Err(self.ended(wanted, error)),
+                Err(error) => return Err(why_ended(wanted, self.spawned.as_mut(), error)),
             }
         }
     }
 
     fn send(&mut self, wanted: &Wanted, operation: Operation) -> Result<()> {
-        self.client.send(operation).map_err(|error| self.ended(wanted, error))
+        self.client.send(operation).map_err(|error| why_ended(wanted, self.spawned.as_mut(), error))
     }
 
     fn out_of_time(&self, wanted: &Wanted) -> Error {
@@ -175,25 +179,26 @@ impl Follow {
             Err(_) => cancelled(format!("cancelled; '{name}' is still ending")),
         }
     }
+}
 
-    /// The daemon is gone. Why, stands in the registration or in how its process ended.
-    fn ended(&mut self, wanted: &Wanted, error: Error) -> Error {
-        if error.kind() != Kind::NotFound {
-            return error;
-        }
-        let name = &wanted.config.name;
-        let record = Record::read(&wanted.paths.record).ok().flatten();
-        if let Some(failure) = record.as_ref().and_then(Record::failure) {
-            return failure;
-        }
-        let how = self.spawned.as_mut().and_then(Spawned::ended);
-        let how = how.unwrap_or_else(|| "ended".to_owned());
-        if let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock) {
-            view::clean_up_crashed(&wanted.paths, record.as_ref(), &lock, true);
-            // Its file is all that can stay.
-            let _ = lock.remove_and_release();
-        }
-        Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready"))
-            .hint(format!("its log may say why: {}", wanted.config.log_file))
+/// The daemon is gone, as `error` says. Why, stands in the registration or in how its process ended.
+fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Error {
+    if error.kind() != Kind::NotFound {
+        return error;
     }
+    let name = &wanted.config.name;
+    let how = spawned.and_then(Spawned::ended).unwrap_or_else(|| "ended".to_owned());
+    let record = Record::read(&wanted.paths.record).ok().flatten();
+    if let Some(failure) = record.as_ref().and_then(Record::failure) {
+        return failure;
+    }
+    if let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock) {
+        view::clean_up_crashed(&wanted.paths, record.as_ref(), &lock, true);
+        // Its file is all that can stay.
+        let _ = lock.remove_and_release();
+    }
+    Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready")).hint(format!(
+        "its log may say why: {}; the kernel kills when memory runs out, and dmesg then says so",
+        shown(&wanted.config.log_file)
+    ))
 }

@@ -13,8 +13,8 @@ use crate::registry::Name;
 use crate::units::ByteSize;
 
 const HELP_AFTER: &str = "\
-MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Sizes (SIZE) are bytes or
-carry a binary suffix: 512MiB, 32GiB. The path of the view is printed alone on stdout when the model is ready.
+MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Sizes (SIZE) are bytes or \
+carry a binary suffix: 512MiB, 32GiB. The path of the view is printed alone on stdout when the model is ready. \
 Starting again what runs already prints the path at once; other settings under the same name are refused.
 
 Example:

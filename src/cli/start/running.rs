@@ -6,7 +6,7 @@ use super::super::output;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{Operation, Reply, State, Status};
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::registry::{self, Liveness, Registration};
 use crate::source::identity::differences;
@@ -128,6 +128,6 @@ pub(super) fn note_other_tuning(wanted: &Wanted, status: &Status) {
         })
         .collect();
     if !differ.is_empty() {
-        output::note(&format!("{} is loaded already, with {}", shown(&status.name), differ.join(", ")));
+        output::note(&format!("'{}' is loaded already, with {}", wanted.config.name, differ.join(", ")));
     }
 }
