@@ -131,7 +131,7 @@ fn told_apart(one: u64, other: u64) -> (String, String) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::budget::meminfo::Room;
+    use crate::budget::Room;
     use proptest::prelude::*;
 
     const GIB: u64 = 1 << 30;

@@ -9,7 +9,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::meminfo::{Room, read};
+use super::room::{Room, read};
 use crate::error::{reason, shown};
 
 /// From here on a v1 limit means "none". The kernel prints the largest multiple of its page size that it

@@ -1,19 +1,10 @@
 //! How much memory may still be taken: the smallest room that the host and every cgroup leave.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use super::cgroup;
+use super::room::{Room, read};
 use crate::error::{Error, Kind, Result};
-
-/// What one limit still allows.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Room {
-    /// Bytes that may still be allocated under this limit.
-    pub bytes: u64,
-    /// Whose limit it is, for messages: `host MemAvailable`, `cgroup v1 /path`.
-    pub what: String,
-}
 
 /// The room under every limit that was found, and the smallest of them, which binds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -105,13 +96,6 @@ pub fn field(meminfo: &str, name: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
     kibibytes.checked_mul(1024)
-}
-
-/// The text of the kernel's file `path`, looked up under `root`. Bytes that are not UTF-8 (somebody's
-/// mount point) become U+FFFD: they never stand in what we look for.
-pub(super) fn read(root: &Path, path: &Path) -> io::Result<String> {
-    let below = path.strip_prefix("/").unwrap_or(path);
-    Ok(String::from_utf8_lossy(&std::fs::read(root.join(below))?).into_owned())
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ pub mod admit;
 pub mod cgroup;
 pub mod limits;
 pub mod meminfo;
+mod room;
 
 pub use admit::{Grant, Request, admit};
-pub use meminfo::{Availability, Room, available};
+pub use meminfo::{Availability, available};
+pub use room::Room;

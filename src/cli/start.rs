@@ -23,6 +23,9 @@ use wanted::Wanted;
 /// The pause between two looks at a cache that another command is just starting or ending.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
+/// How long the end of a killed daemon is waited for.
+const DYING_MAX: Duration = Duration::from_secs(10);
+
 /// Starts a cache, or finds it running, and prints its view when it is ready.
 pub(crate) fn start(args: &StartArgs) -> Result<()> {
     let wanted = Wanted::resolve(args)?;
@@ -42,7 +45,11 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
         match running::look(wanted)? {
             Running::Same { client, status } => {
                 running::note_other_tuning(wanted, &status);
-                return follow(args, wanted, Follow::joined(client), deadline, &mut interrupt);
+                match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {
+                    // It was stopped between the two questions.
+                    Err(error) if error.kind() == Kind::NotFound => {}
+                    outcome => return outcome,
+                }
             }
             Running::Busy => {}
             Running::Nothing => {
@@ -90,8 +97,22 @@ fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
 /// by whoever needs its place.
 fn clean_up(wanted: &Wanted, lock: &Lock) {
     let record = Record::read(&wanted.paths.record).ok().flatten();
+    record.iter().for_each(wait_for_the_dying);
     for line in view::clean_up_crashed(&wanted.paths, record.as_ref(), lock, true) {
         output::note(&line);
+    }
+}
+
+/// A killed daemon lets go of its lock a moment before its last descriptor closes, and its view counts as alive
+/// until then: freeing much memory takes seconds.
+fn wait_for_the_dying(record: &Record) {
+    let deadline = Instant::now() + DYING_MAX;
+    let is_dying = || {
+        let standing = view::examine(Path::new(&record.view));
+        matches!(standing, Ok(view::Standing::Live { pid }) if i32::try_from(pid) == Ok(record.pid))
+    };
+    while is_dying() && Instant::now() < deadline {
+        std::thread::sleep(BUSY_PAUSE);
     }
 }
 

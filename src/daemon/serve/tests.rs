@@ -495,7 +495,8 @@ fn a_panic_in_the_load_is_a_failure() {
 fn an_idle_cache_is_evicted() {
     let mut sandbox = Sandbox::with(3, |config| config.idle_ttl_seconds = Some(0.0));
     let mut client = sandbox.client();
-    client.send(Operation::Wait { progress: false }).expect("sent");
+    client.send(Operation::Wait { progress: true }).expect("sent");
+    assert!(matches!(client.next(soon()).expect("it waits"), Reply::Progress(_)));
     sandbox.tell(Step::Finish);
     assert!(matches!(client.next(soon()).expect("an answer"), Reply::Ready { .. }));
     sandbox.ended().expect("an orderly end");
