@@ -5,7 +5,11 @@
 mod copy;
 mod file_systems;
 mod harness;
+mod immutable;
+mod leases;
+mod main_job;
 mod make_model;
 mod start;
 mod tidy;
 mod usage;
+mod views;
