@@ -102,6 +102,17 @@ impl Error {
         Error::new(kind_of(cause), format!("cannot {doing}: {}", reason(cause)))
     }
 
+    /// A process or thread that can't be made: "cannot `doing`: why", with the limits that may be behind it.
+    pub fn spawning(doing: &str, cause: &io::Error) -> Error {
+        if cause.raw_os_error() != Some(libc::EAGAIN) {
+            return Error::os(doing, cause);
+        }
+        // The C library says the same where a thread's stack finds no place.
+        let limits = "processes and threads (RLIMIT_NPROC, pids cgroup) or address space (RLIMIT_AS)";
+        Error::new(Kind::NoRoom, format!("cannot {doing}: a limit is reached, on {limits} (EAGAIN)"))
+            .hint("raise it (ulimit -u, ulimit -v, systemd: TasksMax=, containers: --pids-limit), or end other processes")
+    }
+
     /// Adds what the user can do about it.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Error {
@@ -173,8 +184,8 @@ pub fn reason(cause: &io::Error) -> String {
         Some(libc::ENOSPC) => "no space left on the device (ENOSPC)",
         Some(libc::EDQUOT) => "the disk quota is used up (EDQUOT)",
         Some(libc::ENOMEM) => "not enough memory (ENOMEM)",
-        Some(libc::EFBIG) => "the file size limit is too small (EFBIG, see ulimit -f)",
-        Some(libc::EMFILE) => "this process has too many open files (EMFILE, see ulimit -n)",
+        Some(libc::EFBIG) => "the file size limit is too small (EFBIG; RLIMIT_FSIZE, see ulimit -f)",
+        Some(libc::EMFILE) => "this process has too many open files (EMFILE; RLIMIT_NOFILE, see ulimit -n)",
         Some(libc::ENFILE) => "the system has too many open files (ENFILE)",
         Some(libc::EROFS) => "the file system is read-only",
         Some(libc::EIO) => "the device reported an input/output error (EIO)",
@@ -184,7 +195,7 @@ pub fn reason(cause: &io::Error) -> String {
         Some(libc::ECONNREFUSED) => "nobody answers there (ECONNREFUSED)",
         Some(libc::EPIPE) => "the other end closed the connection (EPIPE)",
         Some(libc::ECONNRESET) => "the other end reset the connection (ECONNRESET)",
-        Some(libc::EAGAIN) => "not ready, or a limit on processes or locked memory (EAGAIN)",
+        Some(libc::EAGAIN) => "not ready, or a limit is reached (EAGAIN)",
         Some(libc::ESTALE) => "stale file handle: it was replaced on the server (ESTALE)",
         Some(libc::ENOSYS) => "this kernel does not have the call (ENOSYS)",
         Some(libc::EOPNOTSUPP) => "the file system does not support it (EOPNOTSUPP)",
@@ -248,6 +259,15 @@ mod tests {
         assert_eq!(error.kind(), Kind::NoRoom);
         assert_eq!(error.message(), "cannot write /a/b: no space left on the device (ENOSPC)");
         assert_eq!(kind_of(&io::Error::from_raw_os_error(2)), Kind::NotFound);
+    }
+
+    #[test]
+    fn what_cannot_be_spawned_names_the_limits() {
+        let error = Error::spawning("start a thread", &io::Error::from_raw_os_error(libc::EAGAIN));
+        assert_eq!(error.kind(), Kind::NoRoom);
+        assert!(error.message().contains("RLIMIT_NPROC") && error.message().contains("RLIMIT_AS"), "{error}");
+        let error = Error::spawning("start a thread", &io::Error::from_raw_os_error(libc::EPERM));
+        assert_eq!(error.message(), "cannot start a thread: operation not permitted (EPERM)");
     }
 
     #[test]
