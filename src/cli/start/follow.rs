@@ -187,15 +187,21 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
         return error;
     }
     let name = &wanted.config.name;
+    let is_ours = spawned.is_some();
     let how = spawned.and_then(Spawned::ended).unwrap_or_else(|| "ended".to_owned());
     let record = Record::read(&wanted.paths.record).ok().flatten();
-    if let Some(failure) = record.as_ref().and_then(Record::failure) {
-        return failure;
-    }
-    if let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock) {
+    let failure = record.as_ref().and_then(Record::failure);
+    // A failure is kept for those who ask later. Where it came before this command could wait for it, it is
+    // told here, to the only one who asked.
+    if (is_ours || failure.is_none())
+        && let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock)
+    {
         view::clean_up_crashed(&wanted.paths, record.as_ref(), &lock, true);
         // Its file is all that can stay.
         let _ = lock.remove_and_release();
+    }
+    if let Some(failure) = failure {
+        return failure;
     }
     Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready")).hint(format!(
         "its log may say why: {}; the kernel kills when memory runs out, and dmesg then says so",
