@@ -1,9 +1,9 @@
 //! Becoming a daemon: the same program, executed again, that keeps nothing of its caller.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{Read, Seek, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -160,6 +160,11 @@ pub fn open_log(path: &Path) -> Result<File> {
     let failed = |error: std::io::Error| {
         Error::io("open the log", path, &error).hint("choose another one with --log-file")
     };
+    if let Ok(new) = OpenOptions::new().append(true).create_new(true).mode(0o600).open(path) {
+        // A umask may have taken our own bits away, and the next start could not append.
+        new.set_permissions(Permissions::from_mode(0o600)).map_err(failed)?;
+        return Ok(new);
+    }
     match open(libc::O_NOFOLLOW) {
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
             let owner = std::fs::symlink_metadata(path).map_err(failed)?.uid();
