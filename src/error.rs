@@ -95,11 +95,12 @@ impl Error {
     /// An I/O failure: "cannot `doing` `path`: why". The kind follows from the errno.
     pub fn io(doing: &str, path: &Path, cause: &io::Error) -> Error {
         Error::new(kind_of(cause), format!("cannot {doing} {}: {}", shown(path), reason(cause)))
+            .way_out(cause)
     }
 
     /// The same for a failure without a path: "cannot `doing`: why".
     pub fn os(doing: &str, cause: &io::Error) -> Error {
-        Error::new(kind_of(cause), format!("cannot {doing}: {}", reason(cause)))
+        Error::new(kind_of(cause), format!("cannot {doing}: {}", reason(cause))).way_out(cause)
     }
 
     /// A process or thread that can't be made: "cannot `doing`: why", with the limits that may be behind it.
@@ -111,6 +112,15 @@ impl Error {
         let limits = "processes and threads (RLIMIT_NPROC, pids cgroup) or address space (RLIMIT_AS)";
         Error::new(Kind::NoRoom, format!("cannot {doing}: a limit is reached, on {limits} (EAGAIN)"))
             .hint("raise it (ulimit -u, ulimit -v, systemd: TasksMax=, containers: --pids-limit), or end other processes")
+    }
+
+    /// Adds the hint that the errno alone is enough for.
+    fn way_out(self, cause: &io::Error) -> Error {
+        match cause.raw_os_error() {
+            Some(libc::EFBIG) => self.hint("raise the limit: ulimit -S -f unlimited (systemd: LimitFSIZE=)"),
+            Some(libc::EMFILE) => self.hint("raise the limit: ulimit -n 4096 (systemd: LimitNOFILE=)"),
+            _ => self,
+        }
     }
 
     /// Adds what the user can do about it.
@@ -216,7 +226,7 @@ pub fn shown(path: impl AsRef<OsStr>) -> String {
     let mut quoted = name.is_empty();
     for chunk in name.as_encoded_bytes().utf8_chunks() {
         for character in chunk.valid().chars() {
-            if character.is_control() || is_invisible(character) {
+            if steers_a_terminal(character) {
                 text.extend(character.escape_default());
                 quoted = true;
             } else {
@@ -232,9 +242,11 @@ pub fn shown(path: impl AsRef<OsStr>) -> String {
     if quoted { format!("'{text}'") } else { text }
 }
 
-/// Characters that change how a terminal shows what follows: bidirectional controls, line separators.
-fn is_invisible(character: char) -> bool {
-    matches!(character, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+/// Whether a character changes how a terminal shows what follows: control characters, bidirectional controls,
+/// line separators.
+pub fn steers_a_terminal(character: char) -> bool {
+    character.is_control()
+        || matches!(character, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 #[cfg(test)]
