@@ -112,7 +112,11 @@ impl Follow {
                     let doing = || Bar::new(&format!("loading {}", wanted.config.name), quiet);
                     bar.get_or_insert_with(doing).update(&progress);
                 }
-                Ok(Reply::Error(error)) => return Err(error.into()),
+                Ok(Reply::Error(error)) => {
+                    // It tells why before it cleans up: who is told here finds nothing left.
+                    self.spawned.as_mut().and_then(Spawned::ended);
+                    return Err(error.into());
+                }
                 Ok(_) => return Err(Error::new(Kind::Failed, "the daemon answered out of turn")),
                 Err(error) if error.kind() == Kind::TimedOut => {
                     if interrupt.has_come() {
