@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod containers;
 mod copy;
 mod file_systems;
 mod harness;
@@ -10,6 +11,8 @@ mod leases;
 mod main_job;
 mod make_model;
 mod start;
+mod surroundings;
 mod tidy;
+mod unprivileged;
 mod usage;
 mod views;
