@@ -367,7 +367,7 @@ fn a_file_that_may_not_be_read_is_named() {
     std::fs::create_dir(town.model().join("cellar")).unwrap();
     for (path, mode) in [("closed.bin", 0o644), ("cellar", 0o755)] {
         let at = town.model().join(path);
-        std::fs::set_permissions(&at, PermissionsExt::from_mode(0)).unwrap();
+        std::fs::set_permissions(&at, PermissionsExt::from_mode(0o000)).unwrap();
         for refused in
             [town.start(&user, &[]), town.iloader(&user, &["inspect", town.model().to_str().unwrap()])]
         {
