@@ -136,7 +136,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
 
 fn run(arguments: &Arguments) -> Outcome<()> {
     std::fs::create_dir_all(&arguments.directory)?;
-    machine::describe(&arguments.directory)?;
+    machine::describe(&arguments.directory, "pairs")?;
     let cores = std::thread::available_parallelism()?.get() as f64;
     if machine::load_average()? > cores / 2.0 {
         println!("note           other programs are running: these figures are preliminary");

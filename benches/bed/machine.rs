@@ -9,7 +9,7 @@ use iloader::units::ByteSize;
 use super::Outcome;
 
 /// Prints machine, kernel, file system, huge-page settings, load, date and command.
-pub(crate) fn describe(directory: &Path) -> Outcome<()> {
+pub(crate) fn describe(directory: &Path, bench: &str) -> Outcome<()> {
     let cores = std::thread::available_parallelism()?;
     println!("machine        {}, {cores} cores, {} memory", processor()?, memory()?);
     let system = rustix::system::uname();
@@ -19,7 +19,7 @@ pub(crate) fn describe(directory: &Path) -> Outcome<()> {
     println!("load           {} (running and waiting, 1 minute)", load_average()?);
     println!("date           {}", jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M UTC"));
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
-    println!("command        cargo bench --bench pairs -- {}", arguments.join(" "));
+    println!("command        cargo bench --bench {bench} -- {}", arguments.join(" "));
     Ok(())
 }
 

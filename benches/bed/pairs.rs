@@ -85,6 +85,11 @@ impl Pairs {
         Spread::of(self.0.iter().map(|(a, b)| b.as_secs_f64() / a.as_secs_f64()))
     }
 
+    /// How many seconds longer than B A took, pair by pair.
+    pub(crate) fn differences(&self) -> impl Iterator<Item = f64> {
+        self.0.iter().map(|(a, b)| a.as_secs_f64() - b.as_secs_f64())
+    }
+
     /// The rates of A and of B for `gigabytes` each.
     pub(crate) fn rates(&self, gigabytes: f64) -> (Spread, Spread) {
         let rate = |time: Duration| gigabytes / time.as_secs_f64();

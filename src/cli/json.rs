@@ -58,6 +58,8 @@ pub(super) struct StatusAnswer<'a> {
     pub(super) source_changes: &'a [String],
     /// What is wrong with the view, in words.
     pub(super) view_faults: &'a [String],
+    /// Files of the view that are the source itself; null where that was not looked at.
+    pub(super) passthrough: Option<&'a [String]>,
 }
 
 /// The answer of `list`.

@@ -24,9 +24,6 @@ use wanted::Wanted;
 /// The pause between two looks at a cache that another command is just starting or ending.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long the end of a killed daemon is waited for.
-const DYING_MAX: Duration = Duration::from_secs(10);
-
 /// Starts a cache, or finds it running, and prints its view when it is ready.
 pub(crate) fn start(args: &StartArgs) -> Result<()> {
     // Where the limit on file sizes is small, a failed write with a message is wanted, and not the end.
@@ -60,6 +57,11 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
             Running::Nothing => {
                 if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
                     let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
+                    if args.no_wait {
+                        // Registered is all that was asked for: a load that failed since then is told by
+                        // 'wait', whether or not this command was quick enough to meet it.
+                        return Ok(PathBuf::from(wanted.config.model_dir()));
+                    }
                     let spawned = Follow::spawned(wanted, spawned)?;
                     return follow(args, wanted, spawned, deadline, &mut interrupt);
                 }
@@ -102,22 +104,8 @@ fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
 /// by whoever needs its place.
 fn clean_up(wanted: &Wanted, lock: &Lock) {
     let record = Record::read(&wanted.paths.record).ok().flatten();
-    record.iter().for_each(wait_for_the_dying);
     for line in view::clean_up_crashed(&wanted.paths, record.as_ref(), lock, true) {
         output::note(&line);
-    }
-}
-
-/// A killed daemon lets go of its lock a moment before its last descriptor closes, and its view counts as alive
-/// until then: freeing much memory takes seconds.
-fn wait_for_the_dying(record: &Record) {
-    let deadline = Instant::now() + DYING_MAX;
-    let is_dying = || {
-        let standing = view::examine(Path::new(&record.view));
-        matches!(standing, Ok(view::Standing::Live { pid }) if i32::try_from(pid) == Ok(record.pid))
-    };
-    while is_dying() && Instant::now() < deadline {
-        std::thread::sleep(BUSY_PAUSE);
     }
 }
 

@@ -11,7 +11,7 @@ use super::preflight;
 use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
 use crate::control::message::{Operation, Progress, Reply, State, Status};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, shown};
 use crate::manifest::Manifest;
 use crate::registry::Record;
 use crate::source::{self, DirectoryLink, Identity, SelectedFile, Selection, identity};
@@ -55,6 +55,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<u8> {
             source_changed: findings.source_changes.as_ref().map(|changes| !changes.is_empty()),
             source_changes: findings.source_changes.as_deref().unwrap_or_default(),
             view_faults: &findings.view_faults,
+            passthrough: findings.passthrough.as_deref(),
         })?;
     } else {
         output::print(&output::fields(&rows(&snapshot, &findings)))?;
@@ -171,6 +172,9 @@ fn ask(target: &Target) -> Result<(Snapshot, Option<Client>)> {
             match now.standing() {
                 Standing::Failed(error) => unanswered(State::Failed, error),
                 Standing::Dead => unanswered(State::Dead, now.dead(LEFT_FOR_LATER)),
+                Standing::Alive if now.is_registered() => {
+                    Ok((Snapshot::without_answer(target, State::Stopping, None), None))
+                }
                 _ => Err(error),
             }
         }
@@ -195,6 +199,8 @@ struct Findings {
     view_faults: Vec<String>,
     /// Whether the view was looked at.
     is_view_checked: bool,
+    /// Files of the view that are the source itself, which may change; `None`: not looked at.
+    passthrough: Option<Vec<String>>,
 }
 
 /// Looks at source and view of a ready cache.
@@ -204,7 +210,9 @@ fn examine(target: &Target, mut client: Client, status: &Status) -> Findings {
         Ok(other) => return Findings::unknown(&target.unexpected(&other)),
         Err(error) => return Findings::unknown(&error),
     };
+    let passed = manifest.files.iter().filter(|file| file.passthrough);
     Findings {
+        passthrough: Some(passed.map(|file| file.path.clone()).collect()),
         source_changes: Some(source_changes(&manifest)),
         view_faults: preflight::faults(Path::new(&status.view), &manifest, &status.backing, LINES_MAX),
         is_view_checked: true,
@@ -320,7 +328,18 @@ fn finding_rows(findings: &Findings) -> Vec<(&'static str, String)> {
     if findings.is_view_checked {
         lines("view now", "whole and immutable", &findings.view_faults);
     }
+    rows.extend(passthrough_row(findings.passthrough.as_deref().unwrap_or_default()));
     rows
+}
+
+/// What a reader of the view does not get from memory, and can't rely on to stay as it is.
+fn passthrough_row(paths: &[String]) -> Option<(&'static str, String)> {
+    let mut named: Vec<String> = paths.iter().take(LINES_MAX).map(shown).collect();
+    if paths.len() > named.len() {
+        named.push(format!("{} more", paths.len() - named.len()));
+    }
+    let what = format!("{} (the source itself, not in memory)", named.join(", "));
+    (!named.is_empty()).then_some(("passed through", what))
 }
 
 fn reader_rows(status: &Status) -> Vec<(&'static str, String)> {

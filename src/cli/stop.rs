@@ -140,7 +140,7 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         wait_milliseconds: args.wait.map(|limit| milliseconds(limit.unwrap_or(WAIT_UNLIMITED))),
     })?;
     match client.next(answer_deadline(args)) {
-        Ok(Reply::Stopping {}) => {}
+        Ok(Reply::Stopping { notes }) => notes.iter().for_each(|note| output::note(note)),
         Ok(Reply::Error(error)) => return Err(error.into()),
         Ok(other) => return Err(target.unexpected(&other)),
         // It ended before it answered: somebody else's stop, or a crash. Either way it is going.

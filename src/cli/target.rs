@@ -146,6 +146,11 @@ impl Target {
         }
     }
 
+    /// Whether a registration tells of it, and not its socket alone.
+    pub(crate) fn is_registered(&self) -> bool {
+        self.registration().is_some()
+    }
+
     fn registration(&self) -> Option<&Registration> {
         self.registered.as_ref()?.registration.as_ref()
     }
@@ -306,7 +311,7 @@ impl Target {
             Reply::Progress(_) => "progress",
             Reply::Ready { .. } => "readiness",
             Reply::Leased(_) => "a lease",
-            Reply::Stopping {} => "its own end",
+            Reply::Stopping { .. } => "its own end",
             Reply::Error(error) => return Error::from(error.clone()),
         };
         Error::new(Kind::Failed, format!("the daemon of {} answered with {kind} out of turn", self.label()))

@@ -216,7 +216,7 @@ pub(super) fn ready(operation: &Operation, facts: &Facts) -> Vec<Reply> {
         Operation::Manifest {} => Reply::Manifest(Box::new(facts.manifest())),
         Operation::Wait { .. } => Reply::Ready { view: facts.text("view") },
         Operation::Lease {} => Reply::Leased(Box::new(facts.leased())),
-        Operation::Stop { .. } | Operation::Cancel {} => Reply::Stopping {},
+        Operation::Stop { .. } | Operation::Cancel {} => Reply::Stopping { notes: Vec::new() },
     }]
 }
 

@@ -16,6 +16,9 @@ use crate::units::ByteSize;
 /// How long a daemon may take for an answer while the wait itself is longer.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The pause before a daemon that is just ending, or its successor, is asked again.
+const ASKED_AGAIN_AFTER: Duration = Duration::from_millis(20);
+
 const HELP_AFTER: &str = "\
 Exit codes: 0 ready, 1 the load failed or its daemon died, 3 there is no such cache (any more), 4 timed out; \
 the load then goes on.
@@ -51,11 +54,10 @@ pub(crate) fn wait(args: &WaitArgs) -> Result<()> {
 /// [`Kind::TimedOut`] at `deadline`, [`Kind::Failed`] where the load failed or the daemon died,
 /// [`Kind::NotFound`] where the cache is gone.
 pub(crate) fn until_ready(target: &Target, deadline: Instant, quiet: bool) -> Result<(PathBuf, Client)> {
-    let mut client = target.connect_until(deadline)?;
-    client.send(Operation::Wait { progress: true })?;
     // Made late, so that a cache that is ready shows none.
     let mut bar: Option<Bar> = None;
     let mut last = Progress::default();
+    let mut client = ask(target, deadline)?;
     loop {
         match client.next(Some(deadline)) {
             Ok(Reply::Ready { view }) => {
@@ -72,7 +74,22 @@ pub(crate) fn until_ready(target: &Target, deadline: Instant, quiet: bool) -> Re
             Ok(Reply::Error(error)) => return Err(failed(target, error.into())),
             Ok(other) => return Err(target.unexpected(&other)),
             Err(error) if error.kind() == Kind::TimedOut => return Err(timed_out(target, &last)),
-            Err(error) => return Err(ended(target, error)),
+            Err(error) if error.kind() == Kind::NotFound => {
+                ended(target, error, deadline)?;
+                client = ask(target, deadline)?;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn ask(target: &Target, deadline: Instant) -> Result<Client> {
+    loop {
+        let mut client = target.connect_until(deadline)?;
+        match client.send(Operation::Wait { progress: true }) {
+            Ok(()) => return Ok(client),
+            Err(error) if error.kind() == Kind::NotFound => ended(target, error, deadline)?,
+            Err(error) => return Err(error),
         }
     }
 }
@@ -85,17 +102,22 @@ fn failed(target: &Target, error: Error) -> Error {
     }
 }
 
-/// The connection is gone: what became of the cache stands in the registry.
-fn ended(target: &Target, error: Error) -> Error {
+/// The connection is gone: what became of the cache stands in the registry. `Ok` where it is to be asked
+/// again: the daemon closes its ear before it registers why, or another one has taken its place.
+fn ended(target: &Target, error: Error, deadline: Instant) -> Result<()> {
     let now = target.refreshed();
-    match now.standing() {
+    Err(match now.standing() {
         Standing::Failed(error) => error,
         Standing::Dead => now.dead(LEFT_FOR_LATER),
         Standing::Unknown => {
             Error::new(Kind::NotFound, format!("{} was stopped", target.label())).hint("start it again")
         }
+        Standing::Alive if target.is_registered() && Instant::now() < deadline => {
+            std::thread::sleep(ASKED_AGAIN_AFTER);
+            return Ok(());
+        }
         Standing::Alive | Standing::Elsewhere(_) => error,
-    }
+    })
 }
 
 fn timed_out(target: &Target, progress: &Progress) -> Error {

@@ -132,7 +132,11 @@ pub enum Reply {
     /// To `Lease`.
     Leased(Box<Leased>),
     /// To `Stop` and `Cancel`.
-    Stopping {},
+    Stopping {
+        /// What the user should know of the withdrawn view, such as files in it that are not ours.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        notes: Vec<String>,
+    },
     /// Any operation can fail.
     Error(WireError),
 }

@@ -26,6 +26,7 @@ use crate::daemon::load::{
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
+use crate::sys::process::trim_heap;
 use crate::units::ByteSize;
 
 /// The least time between two [`Reply::Progress`] to one waiter.
@@ -244,9 +245,9 @@ impl Server {
         if !self.stops.is_empty() && matches!(self.phase, Phase::Ready(_)) {
             let stops = std::mem::take(&mut self.stops);
             let remove_view = stops.iter().any(|stop| stop.remove_view);
-            self.begin_stop(remove_view);
+            let notes = self.begin_stop(remove_view);
             for stop in stops {
-                self.listener.reply(stop.from, &Reply::Stopping {});
+                self.listener.reply(stop.from, &Reply::Stopping { notes: notes.clone() });
             }
         }
     }
@@ -313,6 +314,7 @@ impl Server {
         for (waiter, _) in std::mem::take(&mut self.waiters) {
             self.listener.reply(waiter, &ready);
         }
+        trim_heap();
     }
 
     fn fail(&mut self, error: Error) {
@@ -433,8 +435,8 @@ impl Server {
         }
         let pid = self.listener.pid(from);
         self.log.line(format_args!("process {pid} cancelled the load, and nobody else waits for it"));
-        self.begin_stop(false);
-        self.listener.reply(from, &Reply::Stopping {});
+        let notes = self.begin_stop(false);
+        self.listener.reply(from, &Reply::Stopping { notes });
     }
 
     fn lease(&mut self, from: ConnectionId) {
@@ -478,7 +480,7 @@ impl Server {
 
     fn stop(&mut self, from: ConnectionId, force: bool, remove_view: bool, wait: Option<Duration>) {
         if matches!(self.phase, Phase::Stopping { .. } | Phase::Ended(_)) {
-            return self.listener.reply(from, &Reply::Stopping {});
+            return self.listener.reply(from, &Reply::Stopping { notes: Vec::new() });
         }
         if self.leases.count() > 0 && !force {
             match wait {
@@ -498,8 +500,8 @@ impl Server {
         }
         let pid = self.listener.pid(from);
         self.log.line(format_args!("process {pid} stops it, with {} live leases", self.leases.count()));
-        self.begin_stop(remove_view);
-        self.listener.reply(from, &Reply::Stopping {});
+        let notes = self.begin_stop(remove_view);
+        self.listener.reply(from, &Reply::Stopping { notes });
     }
 
     fn in_use(&self) -> Error {
@@ -519,8 +521,10 @@ impl Server {
     // The end.
 
     /// Withdraws the view and has the load ended or the memory given back, after which the loop ends.
-    fn begin_stop(&mut self, remove_view: bool) {
+    /// Gives what there is to know of the view.
+    fn begin_stop(&mut self, remove_view: bool) -> Vec<String> {
         notify(&[NotifyState::Stopping]);
+        let mut notes = Vec::new();
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
             Phase::Loading => {
                 self.load.cancel();
@@ -528,28 +532,29 @@ impl Server {
             }
             Phase::Ready(resident) => {
                 let Resident { loaded, withdraw, .. } = resident;
-                self.withdraw(withdraw, remove_view);
+                notes = self.withdraw(withdraw, remove_view);
                 self.load.release(loaded);
                 None
             }
             ended => {
                 self.phase = ended;
-                return;
+                return notes;
             }
         };
         self.phase = Phase::Stopping { until };
         let name = self.config.name.clone();
         self.tell_waiters(&Error::new(Kind::NotFound, format!("'{name}' was stopped while it loaded")));
         for stop in std::mem::take(&mut self.stops) {
-            self.listener.reply(stop.from, &Reply::Stopping {});
+            self.listener.reply(stop.from, &Reply::Stopping { notes: notes.clone() });
         }
+        notes
     }
 
-    fn withdraw(&self, withdraw: Withdraw, remove_view: bool) {
-        match withdraw(remove_view) {
-            Ok(notes) => notes.iter().for_each(|note| self.log.line(note)),
-            Err(error) => self.log.line(format_args!("the view stays: {}", error.message())),
-        }
+    fn withdraw(&self, withdraw: Withdraw, remove_view: bool) -> Vec<String> {
+        let notes = withdraw(remove_view)
+            .unwrap_or_else(|error| vec![format!("the view stays: {}", error.message())]);
+        notes.iter().for_each(|note| self.log.line(note));
+        notes
     }
 
     fn end(self, ending: Ending) -> Result<()> {

@@ -119,6 +119,7 @@ impl SourceFile {
             residency,
         };
         source.set_up_direct(alignment.is_some())?;
+        source.forgo_readahead();
         Ok(source)
     }
 
@@ -153,6 +154,15 @@ impl SourceFile {
                 self.set_flags(OFlags::empty())
                     .map_err(|cause| Error::io("set up", self.name.as_ref(), &cause))
             }
+        }
+    }
+
+    /// Many reads are in flight at once, so the kernel's own readahead gains nothing; but it would bring in
+    /// pages that another worker has read and dropped already.
+    fn forgo_readahead(&self) {
+        if self.bytes > self.unit && !matches!(self.residency, Residency::All) {
+            // Advice: with readahead the load is as right, only the page cache is less so.
+            let _ = rustix::fs::fadvise(&self.file, 0, None, Advice::Random);
         }
     }
 

@@ -13,6 +13,7 @@ mod tree;
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{self, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -285,6 +286,22 @@ fn remove_leftover(spot: &Spot, name: &std::ffi::OsStr) -> Option<String> {
     }
 }
 
+/// How long the end of a killed daemon is waited for.
+const DYING_MAX: Duration = Duration::from_secs(10);
+
+/// The pause between two looks at it.
+const DYING_PAUSE: Duration = Duration::from_millis(20);
+
+/// A killed daemon lets go of its lock before its last descriptor closes, and its view counts as alive until
+/// then: freeing much memory takes seconds.
+fn wait_for_the_dying(at: &Path, daemon: i32) {
+    let deadline = Instant::now() + DYING_MAX;
+    let is_dying = || matches!(examine(at), Ok(Standing::Live { pid }) if i32::try_from(pid) == Ok(daemon));
+    while is_dying() && Instant::now() < deadline {
+        std::thread::sleep(DYING_PAUSE);
+    }
+}
+
 /// Cleans up after a daemon that ended without an orderly end: its view, then its files, the registration
 /// last, so that a clean-up that is itself interrupted is taken up again.
 ///
@@ -298,6 +315,7 @@ pub fn clean_up_crashed(
     keep_view_directory: bool,
 ) -> Vec<String> {
     let at = record.map_or(paths.view.as_path(), |record| Path::new(&record.view));
+    record.iter().for_each(|record| wait_for_the_dying(at, record.pid));
     let mut lines = Vec::new();
     match remove_dead(at, keep_view_directory) {
         Ok(true) => lines.push(format!("withdrew the dead view {}", shown(at))),

@@ -151,11 +151,22 @@ fn process_of(target: &[u8]) -> Option<u32> {
 /// Whether the link of a view may lead to a segment of a live daemon.
 fn may_be_alive(link: &OsStr, pid: u32) -> bool {
     let target = fs::readlinkat(CWD, link, Vec::new()).map(|target| OsString::from_vec(target.into_bytes()));
-    let owner = || fs::stat(format!("/proc/{pid}")).ok().map(|found| found.st_uid);
+    let owner = || {
+        let found = fs::stat(format!("/proc/{pid}")).ok()?;
+        (!has_ended(&std::fs::read(format!("/proc/{pid}/stat")).ok()?)).then_some(found.st_uid)
+    };
     judge(target, owner)
 }
 
-/// `target` is what the descriptor leads to, `owner` the user of the process.
+/// Whether the process of this `stat` has ended, and only its number is kept until its parent asks for it,
+/// which in a container may be never. It has no descriptors, but whoever is not root is refused a look.
+fn has_ended(stat: &[u8]) -> bool {
+    // The name in parentheses may hold anything.
+    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
+    matches!(state, Some(b'Z' | b'X'))
+}
+
+/// `target` is what the descriptor leads to, `owner` the user of the process where it lives.
 fn judge(target: rustix::io::Result<OsString>, owner: impl FnOnce() -> Option<u32>) -> bool {
     match target {
         Ok(target) => is_segment(target.as_bytes()),
@@ -195,6 +206,23 @@ mod tests {
         ] {
             assert_eq!(process_of(other.as_bytes()), None, "{other}");
         }
+    }
+
+    #[test]
+    fn a_process_that_nobody_waited_for_has_ended() {
+        let mut child = std::process::Command::new("true").spawn().expect("spawned");
+        let stat = format!("/proc/{}/stat", child.id());
+        let has_ended = || has_ended(&std::fs::read(&stat).expect("nobody waited for it"));
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !has_ended() {
+            assert!(std::time::Instant::now() < deadline, "it never ended");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        child.wait().expect("waited for");
+        assert!(!super::has_ended(&std::fs::read("/proc/self/stat").expect("ours")));
+        assert!(super::has_ended(b"12 (a) R (b) Z 1 12"));
+        assert!(!super::has_ended(b"12 (a) Z) R 1 12"));
+        assert!(!super::has_ended(b""));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use iloader::engine::fault::{Faults, Faulty};
 use iloader::engine::{self, Engine, Selected};
-use iloader::load::{Options, Watch};
+use iloader::load::{Counts, Options, Watch};
 use iloader::memory::{self, Resident, Segment};
 use iloader::source::{Direct, Identity, SelectedFile, Selection};
 use iloader::sys::map::ReaderMap;
@@ -121,6 +121,9 @@ fn backings() -> Vec<memory::Choice> {
 
 /// Compares every segment with its file, and what stands behind its end with zero.
 fn check(selection: &Selection, resident: &Resident) {
+    let Counts { direct_bytes, cached_bytes, buffered_bytes } = resident.counts;
+    let bytes: u64 = resident.segments.iter().map(|segment| segment.bytes()).sum();
+    assert_eq!(direct_bytes + cached_bytes + buffered_bytes, bytes, "every byte is read once");
     for (file, segment) in selection.files.iter().zip(&resident.segment_of_file) {
         let segment = &resident.segments[segment.unwrap()];
         assert_eq!(segment.bytes(), file.identity.bytes);

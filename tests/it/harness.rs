@@ -63,7 +63,8 @@ impl Sandbox {
     /// With an empty model directory.
     pub(crate) fn empty() -> Sandbox {
         let home = scratch_dir();
-        let unique = home.path().file_name().unwrap().to_str().unwrap().rsplit('-').next().unwrap().to_owned();
+        let unique =
+            home.path().file_name().unwrap().to_str().unwrap().rsplit('-').next().unwrap().to_owned();
         for leaf in ["model", "home", "tmp"] {
             std::fs::create_dir(home.path().join(leaf)).unwrap();
         }
@@ -172,6 +173,10 @@ impl Sandbox {
     /// where the load cannot be made slow enough to be met. It goes on when the value is dropped.
     pub(crate) fn freeze(&self) -> Option<Frozen> {
         let ran = self.start(&[&SLOWLY[..], &["--no-wait"]].concat()).expect(0);
+        until("progress", || {
+            let status = self.status();
+            status["state"] == "ready" || status["progress"]["bytes_done"].as_u64() > Some(0)
+        });
         let frozen = Frozen(self.daemon());
         kill_process(frozen.0, Signal::STOP).unwrap();
         until("a stopped process", || is_stopped(frozen.0));
@@ -188,12 +193,11 @@ impl Sandbox {
         Pid::from_raw(text.trim().parse().unwrap()).unwrap()
     }
 
-    /// Kills the daemon, and waits until the kernel has taken everything back.
-    pub(crate) fn kill_daemon(&self) -> Pid {
-        let pid = self.daemon();
-        kill_process(pid, Signal::KILL).unwrap();
-        until("the end of a killed process", || !has_descriptors(pid));
-        pid
+    /// Kills the daemon, and waits until everybody can know: its lock is free, though what it held may not be
+    /// given back yet.
+    pub(crate) fn kill_daemon(&self) {
+        kill_process(self.daemon(), Signal::KILL).unwrap();
+        until("a free lock", || !iloader::registry::lock::is_held(&self.run_file("lock")).unwrap());
     }
 
     /// What `status --json` prints.
@@ -249,7 +253,7 @@ impl Drop for Sandbox {
             for pid in self.daemons() {
                 let _ = kill_process(pid, Signal::KILL);
                 let deadline = Instant::now() + PATIENCE;
-                while has_descriptors(pid) && Instant::now() < deadline {
+                while !has_ended(pid) && Instant::now() < deadline {
                     std::thread::sleep(Duration::from_millis(5));
                 }
             }
@@ -310,7 +314,9 @@ impl Job {
         until(&what, || self.is_over());
         let status = self.child.wait().unwrap();
         let text = |stream: &mpsc::Receiver<String>| {
-            stream.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("somebody keeps a stream of {}", self.line))
+            stream
+                .recv_timeout(PATIENCE)
+                .unwrap_or_else(|_| panic!("somebody keeps a stream of {}", self.line))
         };
         Ran {
             code: status.code(),
@@ -346,6 +352,8 @@ pub(crate) struct Ran {
     pub(crate) signal: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
+    /// For messages.
+    #[allow(dead_code, reason = "the derived Debug reads it")]
     line: String,
 }
 
@@ -410,12 +418,16 @@ fn open_files(pid: u32) -> Vec<PathBuf> {
     descriptors.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()).collect()
 }
 
-/// Whether a process has anything open: one that has ended has not, also where nobody waited for it yet.
-fn has_descriptors(pid: Pid) -> bool {
-    std::fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).is_ok_and(|mut fds| fds.next().is_some())
+/// Whether a process has given everything back: that nobody waited for it yet does not matter.
+pub(crate) fn has_ended(pid: Pid) -> bool {
+    state_of(pid).is_none_or(|state| state.starts_with(['Z', 'X']))
 }
 
 fn is_stopped(pid: Pid) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap();
-    status.lines().any(|line| line.starts_with("State:") && line.contains("T (stopped)"))
+    state_of(pid).is_some_and(|state| state.starts_with('T'))
+}
+
+fn state_of(pid: Pid) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("State:")).map(|state| state.trim().to_owned())
 }

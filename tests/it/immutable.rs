@@ -102,7 +102,10 @@ fn a_private_tmpfs_refuses_changes_of_metadata_too() {
     private_maps_work(&file);
     assert_unchanged(&file);
     let after = std::fs::metadata(&file).unwrap();
-    assert_eq!((after.mode(), after.mtime_nsec(), after.ctime_nsec()), (before.mode(), before.mtime_nsec(), before.ctime_nsec()));
+    assert_eq!(
+        (after.mode(), after.mtime_nsec(), after.ctime_nsec()),
+        (before.mode(), before.mtime_nsec(), before.ctime_nsec())
+    );
     assert_eq!(sandbox.status()["view_faults"], serde_json::json!([]));
 }
 

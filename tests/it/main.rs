@@ -4,12 +4,15 @@
 
 mod containers;
 mod copy;
+mod dead;
 mod file_systems;
 mod harness;
 mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod resting;
+mod reuse;
 mod start;
 mod surroundings;
 mod tidy;

@@ -133,7 +133,8 @@ fn answers_agree_with_each_other() {
     // Every way of naming a cache.
     let socket = sandbox.run_file("sock");
     let socket = socket.to_str().unwrap();
-    for way in [&["--name", sandbox.name()][..], &["--socket", socket], &[sandbox.name(), "--socket", socket]] {
+    for way in [&["--name", sandbox.name()][..], &["--socket", socket], &[sandbox.name(), "--socket", socket]]
+    {
         for command in ["status", "wait", "view", "manifest"] {
             sandbox.iloader(&[&[command], way].concat()).expect(0);
         }

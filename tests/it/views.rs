@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use crate::harness::{MODEL, Sandbox, bytes_of, entries};
+use crate::harness::{Job, MODEL, Sandbox, bytes_of, entries, has_ended, until};
 
 fn mode(path: &Path) -> u32 {
     fs::symlink_metadata(path).unwrap().mode() & 0o7777
@@ -146,7 +146,9 @@ fn only_an_empty_directory_or_a_dead_view_is_taken_over() {
     sandbox.iloader(&start_other).expect_refusal(5, view.to_str().unwrap());
     assert!(view.join("config.json").exists());
     // A dead one.
+    let killed = sandbox.daemon();
     sandbox.kill_daemon();
+    until("its end", || has_ended(killed));
     sandbox.iloader(&start_other).expect(0);
     let links_to = fs::read_link(view.join("config.json")).unwrap();
     let cleaned = sandbox.ask("stop", &[]).expect(0);
@@ -215,7 +217,7 @@ fn a_model_of_a_hub_cache_is_started_by_its_name() {
     let hub = |words: &[&str]| {
         let mut command = sandbox.command(words);
         command.env("HF_HUB_CACHE", sandbox.path("hub"));
-        crate::harness::Job::spawn(command).wait()
+        Job::spawn(command).wait()
     };
     hub(&["inspect", "org/name"]).expect(0);
     let start = ["start", "org/name", "--name", sandbox.name(), "--keep-dirname"];
@@ -259,6 +261,7 @@ fn a_view_that_was_moved_away_is_not_looked_for() {
     let sandbox = Sandbox::new();
     let view = sandbox.started(&[]);
     let moved = sandbox.path("moved");
+    fs::set_permissions(&view, fs::Permissions::from_mode(0o755)).unwrap();
     fs::rename(&view, &moved).unwrap();
     assert!(File::open(moved.join("config.json")).is_ok());
     let status = sandbox.status();

@@ -19,8 +19,8 @@ use crate::sys::signals::{self, SignalDescriptor};
 use crate::units::ByteSize;
 use crate::view;
 
-/// How long a cancelled load may take to end, before it is left to itself.
-const CANCEL_MAX: Duration = Duration::from_secs(30);
+/// How long a load that was cancelled or failed may take to end, before it is left to itself.
+const END_MAX: Duration = Duration::from_secs(30);
 
 /// Ctrl-C as something to look for, unless the caller ignores it (`nohup`, `&` in a script).
 pub(super) struct Interrupt {
@@ -113,8 +113,8 @@ impl Follow {
                     bar.get_or_insert_with(doing).update(&progress);
                 }
                 Ok(Reply::Error(error)) => {
-                    // It tells why before it cleans up: who is told here finds nothing left.
-                    self.spawned.as_mut().and_then(Spawned::ended);
+                    // It is on its way out: whoever looks when this command has ended finds nothing left.
+                    let _ = self.client.wait_for_end(Some(Instant::now() + END_MAX));
                     return Err(error.into());
                 }
                 Ok(_) => return Err(Error::new(Kind::Failed, "the daemon answered out of turn")),
@@ -150,7 +150,7 @@ impl Follow {
     /// Ctrl-C: ends the load, unless others wait for it.
     fn cancel(&mut self, wanted: &Wanted) -> Error {
         let name = &wanted.config.name;
-        let deadline = Instant::now() + CANCEL_MAX;
+        let deadline = Instant::now() + END_MAX;
         let cancelled = |what: String| Error::new(Kind::Cancelled, what);
         let goes_on = || {
             cancelled(format!("stopped waiting for '{name}'; the load goes on, because others want it"))
@@ -164,7 +164,7 @@ impl Follow {
         }
         loop {
             match self.client.next(Some(deadline)) {
-                Ok(Reply::Stopping {}) => break,
+                Ok(Reply::Stopping { .. }) => break,
                 Ok(Reply::Ready { .. }) => {
                     return cancelled(format!("cancelled, but '{name}' was ready just before and stays"))
                         .hint(format!("end it with 'iloader stop {name}'"));
@@ -191,15 +191,13 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
         return error;
     }
     let name = &wanted.config.name;
-    let is_ours = spawned.is_some();
     let how = spawned.and_then(Spawned::ended).unwrap_or_else(|| "ended".to_owned());
-    let record = Record::read(&wanted.paths.record).ok().flatten();
-    let failure = record.as_ref().and_then(Record::failure);
-    // A failure is kept for those who ask later. Where it came before this command could wait for it, it is
-    // told here, to the only one who asked.
-    if (is_ours || failure.is_none())
-        && let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock)
-    {
+    let failure_of = |record: &Option<Record>| record.as_ref().and_then(Record::failure);
+    let mut failure = failure_of(&Record::read(&wanted.paths.record).ok().flatten());
+    // A failure that the daemon could tell nobody is told now, and so need not be kept for who asks later.
+    if let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock) {
+        let record = Record::read(&wanted.paths.record).ok().flatten();
+        failure = failure.or_else(|| failure_of(&record));
         view::clean_up_crashed(&wanted.paths, record.as_ref(), &lock, true);
         // Its file is all that can stay.
         let _ = lock.remove_and_release();

@@ -357,7 +357,10 @@ fn the_end_has_an_order_and_leaves_nothing() {
     assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json", "n.lock", "n.pid", "n.sock"]);
     let mut client = sandbox.client();
     let operation = Operation::Stop { force: false, remove_view: true, wait_milliseconds: None };
-    assert_eq!(client.request(operation).expect("stopped"), Reply::Stopping {});
+    assert_eq!(
+        client.request(operation).expect("stopped"),
+        Reply::Stopping { notes: vec!["strange file".to_owned()] }
+    );
     client.wait_for_end(soon()).expect("closed");
     // The connection's end is the last thing: all of this is done by now.
     assert_eq!(sandbox.left(), BTreeSet::new());
@@ -381,7 +384,10 @@ fn a_leased_cache_is_not_stopped_unless_forced() {
     assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
     assert_eq!(sandbox.status().state, State::Ready, "a refused stop changes nothing");
     let forced = Operation::Stop { force: true, remove_view: false, wait_milliseconds: None };
-    assert_eq!(sandbox.client().request(forced).expect("stopped"), Reply::Stopping {});
+    assert_eq!(
+        sandbox.client().request(forced).expect("stopped"),
+        Reply::Stopping { notes: vec!["strange file".to_owned()] }
+    );
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.happened()[1], "withdrawn, remove false");
     assert_eq!(reader.next(soon()).expect_err("closed").kind(), Kind::NotFound);
@@ -407,7 +413,10 @@ fn a_stop_waits_for_leases_or_gives_up() {
     stopper.send(wait(u64::MAX)).expect("sent");
     assert_eq!(sandbox.status().state, State::Ready);
     reader.end();
-    assert_eq!(stopper.next(soon()).expect("an answer"), Reply::Stopping {});
+    assert_eq!(
+        stopper.next(soon()).expect("an answer"),
+        Reply::Stopping { notes: vec!["strange file".to_owned()] }
+    );
     stopper.wait_for_end(soon()).expect("closed");
     sandbox.ended().expect("an orderly end");
 }
@@ -423,7 +432,10 @@ fn cancel_ends_a_load_that_nobody_else_waits_for() {
     assert!(matches!(first.request(Operation::Cancel {}).expect("goes on"), Reply::Progress(_)));
     assert_eq!(sandbox.status().state, State::Loading);
     assert_eq!(refusal(&mut first, Operation::Cancel {}).kind(), Kind::Usage);
-    assert_eq!(second.request(Operation::Cancel {}).expect("the last one"), Reply::Stopping {});
+    assert_eq!(
+        second.request(Operation::Cancel {}).expect("the last one"),
+        Reply::Stopping { notes: Vec::new() }
+    );
     second.wait_for_end(soon()).expect("closed");
     assert_eq!(sandbox.left(), BTreeSet::new());
     sandbox.ended().expect("an orderly end");
@@ -454,7 +466,7 @@ fn a_stop_while_loading_tells_who_waits() {
     let mut waiter = sandbox.client();
     waiter.send(Operation::Wait { progress: false }).expect("sent");
     assert_eq!(sandbox.status().state, State::Loading);
-    assert_eq!(sandbox.client().request(stop()).expect("stopped"), Reply::Stopping {});
+    assert_eq!(sandbox.client().request(stop()).expect("stopped"), Reply::Stopping { notes: Vec::new() });
     let Reply::Error(error) = waiter.next(soon()).expect("an answer") else { panic!("another answer") };
     assert_eq!(error.kind, Kind::NotFound.name());
     sandbox.ended().expect("an orderly end");

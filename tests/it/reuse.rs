@@ -1,0 +1,204 @@
+//! One name, one cache: what a second start finds, what waits for what, and what a failed one leaves.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use rustix::process::Signal;
+
+use crate::harness::{Job, MODEL, Sandbox, bytes_of, entries, skipped, until};
+
+#[test]
+fn every_setting_of_the_identity_is_named_where_it_differs() {
+    let sandbox = Sandbox::new();
+    let view = sandbox.started(&[]);
+    let (daemon, identity) = (sandbox.daemon(), sandbox.status()["identity"].clone());
+    let elsewhere = sandbox.path("elsewhere");
+    for (words, named) in [
+        (&["--pattern", "*.json"][..], "--pattern"),
+        (&["--exclude", "*.bin"], "--exclude"),
+        (&["--also-exclude", "*.bin"], "--also-exclude"),
+        (&["--passthrough", "*.json"], "--passthrough"),
+        (&["--view", elsewhere.to_str().unwrap()], "view"),
+        (&["--keep-dirname"], "view"),
+        (&["--max-memory-bytes", "1GiB"], "--max-memory-bytes"),
+        (&["--idle-ttl", "60"], "--idle-ttl"),
+    ] {
+        let refused = sandbox.start(words).expect_refusal(9, named);
+        assert!(refused.stderr.contains(" hint: "), "{refused:?}");
+    }
+    let other = sandbox.path("other");
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("config.json"), "{}").unwrap();
+    sandbox
+        .iloader(&["start", other.to_str().unwrap(), "--name", sandbox.name()])
+        .expect_refusal(9, other.to_str().unwrap());
+    assert!(!elsewhere.exists());
+    assert_eq!((sandbox.daemon(), &sandbox.status()["identity"]), (daemon, &identity));
+    assert!(fs::read(view.join(MODEL[1].0)).unwrap() == bytes_of(1, MODEL[1].1));
+    // The same, by another path and with what is not identity.
+    std::os::unix::fs::symlink(sandbox.model(), sandbox.path("link")).unwrap();
+    let link = sandbox.path("link");
+    let start = ["start", link.to_str().unwrap(), "--name", sandbox.name()];
+    let more = ["--force", "--quiet", "--wait-timeout", "5", "--engine", "threads", "--workers", "2"];
+    let again = sandbox.iloader(&[&start[..], &more].concat()).expect(0);
+    assert_eq!(again.path(), view);
+    for noted in ["--engine auto, not threads", "--workers 1, not 2"] {
+        assert!(again.stderr.contains(noted), "{again:?}");
+    }
+    assert_eq!(sandbox.daemon(), daemon);
+}
+
+#[test]
+fn a_file_that_is_touched_is_another_identity() {
+    let sandbox = Sandbox::new();
+    sandbox.started(&[]);
+    let file = fs::File::options().append(true).open(sandbox.model().join(MODEL[1].0)).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    sandbox.start(&[]).expect_refusal(9, MODEL[1].0);
+    assert_eq!(sandbox.status()["state"], "ready");
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.started(&[]);
+}
+
+#[test]
+fn all_that_wait_get_the_view_when_it_is_there() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze() else { return };
+    let name = sandbox.name();
+    // A daemon that does not answer is told from one that is not there.
+    let status = sandbox.ask("status", &["--timeout", "0.2", "--json"]).expect(1).json();
+    assert_eq!(status["state"], "unreachable");
+    let list = sandbox.iloader(&["list", "--timeout", "0.2", "--json"]).expect(0).json();
+    assert_eq!(list["caches"][0]["state"], "unreachable");
+    sandbox.ask("view", &["--timeout", "0.2"]).expect_refusal(4, name);
+    sandbox.ask("wait", &["--timeout", "0.2"]).expect_refusal(4, name);
+    let run = ["run", "--wait-timeout", "0.2", name, "--", "true"];
+    sandbox.iloader(&run).expect_refusal(125, name);
+    sandbox.ask("stop", &["--timeout", "0.2"]).expect_refusal(4, name);
+
+    let mut wait = Job::spawn(sandbox.command(&["wait", name]));
+    let mut view = Job::spawn(sandbox.command(&["view", name, "--timeout", "600"]));
+    let mut run = sandbox.run(&["cat", "{model}/config.json"]);
+    until("three that wait", || [&wait, &view, &run].iter().all(|job| job.waits_on_a_socket()));
+    assert!(!wait.is_over() && !view.is_over() && !run.is_over());
+    drop(frozen);
+    assert_eq!(wait.wait().expect(0).stdout, "");
+    assert_eq!(view.wait().expect(0).path(), sandbox.view());
+    assert_eq!(run.wait().expect(0).stdout, "{}");
+    sandbox.ask("stop", &["--wait"]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn whoever_waits_is_told_that_the_load_was_stopped() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze() else { return };
+    let wait = Job::spawn(sandbox.command(&["wait", sandbox.name()]));
+    let run = sandbox.run(&["true"]);
+    let stop = Job::spawn(sandbox.command(&["stop", sandbox.name(), "--timeout", "60"]));
+    until("three that wait", || [&wait, &run, &stop].iter().all(|job| job.waits_on_a_socket()));
+    drop(frozen);
+    stop.wait().expect(0);
+    wait.wait().expect_refusal(3, "stopped");
+    run.wait().expect_refusal(125, "stopped");
+    sandbox.nothing_left();
+    assert!(!sandbox.view().join("config.json").exists());
+}
+
+#[test]
+fn a_source_that_changes_under_a_load_is_not_published() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze() else { return };
+    // A start joins the load before the source changes; after that it would be another identity.
+    let start = Job::spawn(sandbox.start_command(&["--quiet"]));
+    until("a start that waits", || start.waits_on_a_socket());
+    let file = fs::File::options().write(true).open(sandbox.model().join("model.safetensors")).unwrap();
+    rustix::io::pwrite(&file, b"changed", 50 << 20).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    drop(frozen);
+    start.wait().expect_refusal(8, "model.safetensors");
+    sandbox.nothing_left();
+    assert_eq!(entries(&sandbox.path("base/views")), [""; 0]);
+    sandbox.started(&[]);
+}
+
+#[test]
+fn a_start_that_gives_up_says_that_the_load_goes_on() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze() else { return };
+    let mut start = Job::spawn(sandbox.start_command(&["--wait-timeout", "600"]));
+    until("a start that waits", || start.waits_on_a_socket());
+    assert!(!start.is_over());
+    drop(frozen);
+    start.signal(Signal::INT);
+    let ended = start.wait();
+    if ended.code == Some(0) {
+        return skipped("the load was over before the start was interrupted");
+    }
+    // Started with --no-wait, it goes on by itself.
+    let ended = ended.expect_refusal(130, "");
+    assert!(ended.stderr.contains("goes on") || ended.stderr.contains("was ready just before"), "{ended:?}");
+    sandbox.ask("wait", &[]).expect(0);
+}
+
+#[test]
+fn a_failure_that_was_told_is_not_kept() {
+    let sandbox = Sandbox::new();
+    // Such a load fails so early that the daemon has often nobody to tell it to yet.
+    for _ in 0..50 {
+        sandbox.start(&["--max-memory-bytes", "1"]).expect_refusal(6, "capped at");
+        assert_eq!(entries(&sandbox.path("base/run")), [""; 0]);
+    }
+}
+
+#[test]
+fn a_failure_that_nobody_waited_for_is_kept_for_who_asks() {
+    let sandbox = Sandbox::new();
+    for _ in 0..30 {
+        let started = sandbox.start(&["--no-wait", "--max-memory-bytes", "1"]).expect(0);
+        assert_eq!(started.path(), sandbox.view());
+        sandbox.ask("wait", &[]).expect_refusal(1, "capped at");
+        sandbox.ask("stop", &[]);
+        sandbox.nothing_left();
+    }
+    sandbox.started(&["--no-wait"]);
+    sandbox.ask("wait", &[]).expect(0);
+}
+
+#[test]
+fn what_cannot_be_loaded_leaves_nothing() {
+    let sandbox = Sandbox::new();
+    let nothing = || {
+        sandbox.nothing_left();
+        assert_eq!(entries(&sandbox.path("base/views")), [""; 0]);
+        sandbox.ask("status", &[]).expect_refusal(3, sandbox.name());
+    };
+    sandbox.start(&["--max-memory-bytes", "1MiB"]).expect_refusal(6, sandbox.name());
+    nothing();
+    sandbox.start(&["--reserve-bytes", "1000TiB"]).expect_refusal(6, "available");
+    nothing();
+    let huge = fs::File::create(sandbox.model().join("huge.safetensors")).unwrap();
+    huge.set_len(8 << 40).unwrap();
+    let refused = sandbox.start(&[]).expect_refusal(6, "8.0 TiB");
+    assert!(refused.stderr.contains("--force"), "{refused:?}");
+    nothing();
+    fs::remove_file(sandbox.model().join("huge.safetensors")).unwrap();
+
+    std::os::unix::fs::symlink("gone", sandbox.model().join("dangling.json")).unwrap();
+    sandbox.start(&[]).expect_refusal(3, "dangling.json");
+    nothing();
+    fs::remove_file(sandbox.model().join("dangling.json")).unwrap();
+    sandbox.start(&["--pattern", "*.nothing"]).expect_refusal(3, "");
+    nothing();
+    let missing = sandbox.path("missing");
+    let start = ["start", missing.to_str().unwrap(), "--name", sandbox.name()];
+    sandbox.iloader(&start).expect_refusal(3, "missing");
+    nothing();
+    if rustix::process::geteuid().is_root() {
+        return skipped("root can read every file: an unreadable one is not tried");
+    }
+    let config = sandbox.model().join("config.json");
+    fs::set_permissions(&config, fs::Permissions::from_mode(0o000)).unwrap();
+    sandbox.start(&[]).expect_refusal(1, "config.json");
+    nothing();
+}
