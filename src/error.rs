@@ -95,11 +95,32 @@ impl Error {
     /// An I/O failure: "cannot `doing` `path`: why". The kind follows from the errno.
     pub fn io(doing: &str, path: &Path, cause: &io::Error) -> Error {
         Error::new(kind_of(cause), format!("cannot {doing} {}: {}", shown(path), reason(cause)))
+            .way_out(cause)
     }
 
     /// The same for a failure without a path: "cannot `doing`: why".
     pub fn os(doing: &str, cause: &io::Error) -> Error {
-        Error::new(kind_of(cause), format!("cannot {doing}: {}", reason(cause)))
+        Error::new(kind_of(cause), format!("cannot {doing}: {}", reason(cause))).way_out(cause)
+    }
+
+    /// A process or thread that can't be made: "cannot `doing`: why", with the limits that may be behind it.
+    pub fn spawning(doing: &str, cause: &io::Error) -> Error {
+        if cause.raw_os_error() != Some(libc::EAGAIN) {
+            return Error::os(doing, cause);
+        }
+        // The C library says the same where a thread's stack finds no place.
+        let limits = "processes and threads (RLIMIT_NPROC, pids cgroup) or address space (RLIMIT_AS)";
+        Error::new(Kind::NoRoom, format!("cannot {doing}: a limit is reached, on {limits} (EAGAIN)"))
+            .hint("raise it (ulimit -u, ulimit -v, systemd: TasksMax=, containers: --pids-limit), or end other processes")
+    }
+
+    /// Adds the hint that the errno alone is enough for.
+    fn way_out(self, cause: &io::Error) -> Error {
+        match cause.raw_os_error() {
+            Some(libc::EFBIG) => self.hint("raise the limit: ulimit -S -f unlimited (systemd: LimitFSIZE=)"),
+            Some(libc::EMFILE) => self.hint("raise the limit: ulimit -n 4096 (systemd: LimitNOFILE=)"),
+            _ => self,
+        }
     }
 
     /// Adds what the user can do about it.
@@ -173,8 +194,8 @@ pub fn reason(cause: &io::Error) -> String {
         Some(libc::ENOSPC) => "no space left on the device (ENOSPC)",
         Some(libc::EDQUOT) => "the disk quota is used up (EDQUOT)",
         Some(libc::ENOMEM) => "not enough memory (ENOMEM)",
-        Some(libc::EFBIG) => "the file size limit is too small (EFBIG, see ulimit -f)",
-        Some(libc::EMFILE) => "this process has too many open files (EMFILE, see ulimit -n)",
+        Some(libc::EFBIG) => "the file size limit is too small (EFBIG; RLIMIT_FSIZE, see ulimit -f)",
+        Some(libc::EMFILE) => "this process has too many open files (EMFILE; RLIMIT_NOFILE, see ulimit -n)",
         Some(libc::ENFILE) => "the system has too many open files (ENFILE)",
         Some(libc::EROFS) => "the file system is read-only",
         Some(libc::EIO) => "the device reported an input/output error (EIO)",
@@ -184,7 +205,7 @@ pub fn reason(cause: &io::Error) -> String {
         Some(libc::ECONNREFUSED) => "nobody answers there (ECONNREFUSED)",
         Some(libc::EPIPE) => "the other end closed the connection (EPIPE)",
         Some(libc::ECONNRESET) => "the other end reset the connection (ECONNRESET)",
-        Some(libc::EAGAIN) => "not ready, or a limit on processes or locked memory (EAGAIN)",
+        Some(libc::EAGAIN) => "not ready, or a limit is reached (EAGAIN)",
         Some(libc::ESTALE) => "stale file handle: it was replaced on the server (ESTALE)",
         Some(libc::ENOSYS) => "this kernel does not have the call (ENOSYS)",
         Some(libc::EOPNOTSUPP) => "the file system does not support it (EOPNOTSUPP)",
@@ -205,7 +226,7 @@ pub fn shown(path: impl AsRef<OsStr>) -> String {
     let mut quoted = name.is_empty();
     for chunk in name.as_encoded_bytes().utf8_chunks() {
         for character in chunk.valid().chars() {
-            if character.is_control() || is_invisible(character) {
+            if steers_a_terminal(character) {
                 text.extend(character.escape_default());
                 quoted = true;
             } else {
@@ -221,9 +242,11 @@ pub fn shown(path: impl AsRef<OsStr>) -> String {
     if quoted { format!("'{text}'") } else { text }
 }
 
-/// Characters that change how a terminal shows what follows: bidirectional controls, line separators.
-fn is_invisible(character: char) -> bool {
-    matches!(character, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+/// Whether a character changes how a terminal shows what follows: control characters, bidirectional controls,
+/// line separators.
+pub fn steers_a_terminal(character: char) -> bool {
+    character.is_control()
+        || matches!(character, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 #[cfg(test)]
@@ -248,6 +271,15 @@ mod tests {
         assert_eq!(error.kind(), Kind::NoRoom);
         assert_eq!(error.message(), "cannot write /a/b: no space left on the device (ENOSPC)");
         assert_eq!(kind_of(&io::Error::from_raw_os_error(2)), Kind::NotFound);
+    }
+
+    #[test]
+    fn what_cannot_be_spawned_names_the_limits() {
+        let error = Error::spawning("start a thread", &io::Error::from_raw_os_error(libc::EAGAIN));
+        assert_eq!(error.kind(), Kind::NoRoom);
+        assert!(error.message().contains("RLIMIT_NPROC") && error.message().contains("RLIMIT_AS"), "{error}");
+        let error = Error::spawning("start a thread", &io::Error::from_raw_os_error(libc::EPERM));
+        assert_eq!(error.message(), "cannot start a thread: operation not permitted (EPERM)");
     }
 
     #[test]

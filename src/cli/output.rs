@@ -14,7 +14,7 @@ use std::path::Path;
 use serde::Serialize;
 use unicode_width::UnicodeWidthStr;
 
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::{Error, Kind, Result, shown, steers_a_terminal};
 
 /// The version of everything that `--json` prints.
 pub const SCHEMA: u32 = 1;
@@ -198,7 +198,8 @@ pub fn plain(text: &str) -> String {
 
 /// `document`, which serializes as an object, as indented JSON with `"schema": 1` before its own fields
 /// and a newline at the end. A document that has a field `schema` itself (a manifest) is left as it is.
-/// Control characters beyond JSON's own rules are escaped too, so that it can be looked at on a terminal.
+/// Characters that steer a terminal are escaped too, also where JSON does not ask for it, so that it can be
+/// looked at on one.
 ///
 /// # Errors
 ///
@@ -224,7 +225,7 @@ pub fn json_text(document: &impl Serialize) -> Result<String> {
     let mut safe = String::with_capacity(text.len() + 1);
     for character in text.chars() {
         // Inside a JSON text only strings can hold these, where an escape means the same.
-        if character.is_control() && character != '\n' {
+        if steers_a_terminal(character) && character != '\n' {
             safe.push_str(&format!("\\u{:04x}", u32::from(character)));
         } else {
             safe.push(character);

@@ -13,6 +13,7 @@ use crate::daemon::log::Log;
 use crate::daemon::spawn::{self, Spawned};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
+use crate::sys::signals;
 use crate::view;
 
 use follow::{Follow, Interrupt};
@@ -25,13 +26,17 @@ const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// Starts a cache, or finds it running, and prints its view when it is ready.
 pub(crate) fn start(args: &StartArgs) -> Result<()> {
+    // Where the limit on file sizes is small, a failed write with a message is wanted, and not the end.
+    signals::ignore(libc::SIGXFSZ);
     let wanted = Wanted::resolve(args)?;
     if args.foreground {
         return run_in_foreground(args, &wanted);
     }
     let deadline = Instant::now().checked_add(args.wait_timeout);
     let view = bring_up(args, &wanted, deadline)?;
+    let name = &args.name;
     output::hand_over_path(&view)
+        .map_err(|error| error.hint(format!("the cache runs, and 'iloader view {name}' prints its path")))
 }
 
 /// Reuses what runs, or starts it, and waits for it. Gives the view's path.

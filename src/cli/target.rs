@@ -178,10 +178,18 @@ impl Target {
         }
         // Between taking its lock and listening a daemon takes milliseconds, except that its starter may
         // be looking through the source or waiting for its turn to be admitted.
+        let since = Instant::now();
         while Instant::now() < deadline {
             std::thread::sleep(STARTING_PAUSE);
-            if let Some(client) = self.refreshed().try_connect()? {
+            let now = self.refreshed();
+            if let Some(client) = now.try_connect()? {
                 return Ok(client);
+            }
+            // A daemon registers after it listens, and removes its registration right after its socket.
+            if since.elapsed() >= self.timeout
+                && let Some(record) = now.record()
+            {
+                return Err(now.deaf(record));
             }
         }
         Err(Error::new(
@@ -196,7 +204,9 @@ impl Target {
         self.require_alive()?;
         let mut client = match Client::connect(&self.socket, self.timeout) {
             Ok(client) => client,
-            Err(error) if error.kind() == Kind::NotFound && self.registered.is_some() => return Ok(None),
+            Err(error) if error.kind() == Kind::NotFound && self.registered.is_some() => {
+                return self.registration().and_then(Registration::displaced).map_or(Ok(None), Err);
+            }
             Err(error) => return Err(error),
         };
         if self.registered.is_none() {
@@ -272,10 +282,25 @@ impl Target {
         ))
     }
 
-    /// The error for a daemon on another host or in another namespace.
+    /// The error for a daemon that lives but can't be talked to.
+    fn deaf(&self, record: &Record) -> Error {
+        let message = format!(
+            "the daemon of {} (pid {}) lives, but its socket {} is gone",
+            self.label(),
+            record.pid,
+            shown(&record.socket)
+        );
+        Error::new(Kind::TimedOut, message)
+            .hint(format!("if somebody removed the socket, end the daemon: kill {}", record.pid))
+    }
+
+    /// The error for a daemon on another host or in another namespace, or one that can't be judged.
     pub(crate) fn elsewhere(&self, place: &str) -> Error {
-        Error::new(Kind::Failed, format!("the daemon of {} is {place}", self.label()))
-            .hint("give the command there")
+        let hint = match self.registration().map(|registration| &registration.record) {
+            Some(Err(error)) => error.hint_text().unwrap_or("look at what it names").to_owned(),
+            _ => "give the command there".to_owned(),
+        };
+        Error::new(Kind::Failed, format!("the daemon of {} is {place}", self.label())).hint(hint)
     }
 
     /// The error for an answer that does not fit the question.

@@ -197,7 +197,11 @@ fn check_owner(socket: &Path) -> Result<()> {
 
 fn belongs_to_another(socket: &Path, what: &str, uid: u32) -> Error {
     Error::new(Kind::Failed, format!("{what} {} belongs to user {uid}, who is not trusted", shown(socket)))
-        .hint("only caches of your own user, or of root, can be used")
+        .hint(match rustix::process::geteuid().is_root() {
+            // What root did with it would be up to that user.
+            true => format!("give the command as that user: sudo -u '#{uid}' iloader …"),
+            false => "only caches of your own user, or of root, can be used".to_owned(),
+        })
 }
 
 fn nobody_listens(socket: &Path) -> Error {

@@ -200,7 +200,7 @@ impl Load {
         std::thread::Builder::new()
             .name("load".to_owned())
             .spawn(run)
-            .map_err(|error| Error::os("start the loading thread", &error))?;
+            .map_err(|error| Error::spawning("start the loading thread", &error))?;
         Ok(Load { control })
     }
 

@@ -27,7 +27,7 @@ const DESCRIPTORS_TO: u64 = 65_536;
 
 /// Descriptors that a daemon needs beside the published ones: its log, connections and leases, and what is
 /// open while it loads.
-const DESCRIPTORS_OWN: u64 = 512;
+pub const DESCRIPTORS_OWN: u64 = 512;
 
 /// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
 pub fn work(config: &Config) -> Work {

@@ -1,9 +1,9 @@
 //! Becoming a daemon: the same program, executed again, that keeps nothing of its caller.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{Read, Seek, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -100,7 +100,7 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
         .stdin(written(&orders)?)
         .stdout(boot_writer)
         .stderr(log);
-    let child = command.spawn().map_err(|error| failed(&error))?;
+    let child = command.spawn().map_err(|error| Error::spawning("start the daemon", &error))?;
     drop(inherited);
     // The command holds the pipe's writing end, which must close for the reading end to see an end.
     drop(command);
@@ -150,13 +150,32 @@ fn read_boot(pipe: &mut (impl Read + AsFd)) -> Result<Option<Boot>> {
 }
 
 /// Opens a log for appending, mode 0600 where it is new.
+///
+/// # Errors
+///
+/// Also where it is a link that neither this user nor root made: it could lead to any file of this user's.
 pub fn open_log(path: &Path) -> Result<File> {
-    OpenOptions::new()
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(|error| Error::io("open the log", path, &error))
+    let open =
+        |flags: i32| OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path);
+    let failed = |error: std::io::Error| {
+        Error::io("open the log", path, &error).hint("choose another one with --log-file")
+    };
+    if let Ok(new) = OpenOptions::new().append(true).create_new(true).mode(0o600).open(path) {
+        // A umask may have taken our own bits away, and the next start could not append.
+        new.set_permissions(Permissions::from_mode(0o600)).map_err(failed)?;
+        return Ok(new);
+    }
+    match open(libc::O_NOFOLLOW) {
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            let owner = std::fs::symlink_metadata(path).map_err(failed)?.uid();
+            if owner != 0 && owner != rustix::process::geteuid().as_raw() {
+                let message = format!("the log {} is a symbolic link of user {owner}", shown(path));
+                return Err(Error::new(Kind::Failed, message).hint("remove it, or choose another --log-file"));
+            }
+            open(0).map_err(failed)
+        }
+        opened => opened.map_err(failed),
+    }
 }
 
 /// The life of a spawned daemon, in the process that [`spawn`] started: reads its orders, detaches, tells its

@@ -122,7 +122,7 @@ impl Selected {
                 Ok(Selected { model: Model::IoUring, reason: reason.to_owned(), depth: depth_uring })
             }
             Err(error) if choice == Choice::IoUring => {
-                Err(error.hint("choose --engine threads, or permit io_uring (container seccomp profile, kernel.io_uring_disabled)"))
+                Err(error.hint("choose --engine threads, or permit io_uring (container seccomp profile, kernel.io_uring_disabled, ulimit -l)"))
             }
             Err(error) => Ok(threads(error.message().to_owned())),
         }

@@ -37,10 +37,7 @@ impl Threads {
                 Ok(thread) => engine.threads.push(thread),
                 // Fewer threads than asked for are slower, not wrong.
                 Err(_) if !engine.threads.is_empty() => break,
-                Err(cause) => {
-                    return Err(Error::os("start a reader thread", &cause)
-                        .hint("the limit on processes and threads is reached (ulimit -u, pids cgroup)"));
-                }
+                Err(cause) => return Err(Error::spawning("start a reader thread", &cause)),
             }
         }
         Ok(engine)

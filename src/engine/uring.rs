@@ -1,7 +1,9 @@
 //! The engine: batched io_uring submission.
 
+use std::io;
+
 use super::{Completion, Engine, Read};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::sys::ring::Ring;
 
 /// One ring, used by the thread that made it.
@@ -11,9 +13,18 @@ pub(super) struct Uring {
 
 impl Uring {
     pub(super) fn new(depth: usize) -> Result<Uring> {
-        let ring = Ring::new(depth).map_err(|cause| Error::os("set up io_uring", &cause))?;
-        Ok(Uring { ring })
+        Ring::new(depth).map(|ring| Uring { ring }).map_err(|cause| cannot_set_up(&cause))
     }
+}
+
+/// The kernel counts a ring as locked memory, and has only "no memory" to say so.
+fn cannot_set_up(cause: &io::Error) -> Error {
+    if cause.raw_os_error() != Some(libc::ENOMEM) {
+        return Error::os("set up io_uring", cause);
+    }
+    let limit =
+        "there is no memory, or too little of it may be locked (ENOMEM; RLIMIT_MEMLOCK, see ulimit -l)";
+    Error::new(Kind::NoRoom, format!("cannot set up io_uring: {limit}"))
 }
 
 impl Engine for Uring {

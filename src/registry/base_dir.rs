@@ -264,7 +264,9 @@ fn open_checked(
 ) -> Result<Option<OwnedFd>> {
     let found = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(None),
-        found => found.map_err(failed("look at", path))?,
+        found => found.map_err(|errno| {
+            failed("look at", path)(errno).hint("choose another directory with --base-dir")
+        })?,
     };
     let mut flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     if FileType::from_raw_mode(found.st_mode) == FileType::Symlink {

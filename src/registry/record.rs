@@ -271,6 +271,28 @@ pub struct Registration {
     pub liveness: Liveness,
 }
 
+impl Registration {
+    /// Why the daemon can't be reached by the path that it listens at, where that is because BASE stands at
+    /// another path here than there: it was moved, or mounted into a container elsewhere.
+    pub fn displaced(&self) -> Option<Error> {
+        let record = self.record.as_ref().ok()?;
+        let (there, here) = (Path::new(&record.socket), self.paths.socket.as_path());
+        if there == here || there.exists() || !here.exists() {
+            return None;
+        }
+        let message = format!(
+            "the daemon of '{}' listens at {}, which is {} here: BASE was moved, or is mounted at another path",
+            self.name,
+            shown(there),
+            shown(here)
+        );
+        Some(Error::new(Kind::Failed, message).hint(format!(
+            "let BASE have the path it had when the cache was started; status and stop work with --socket {}",
+            shown(here)
+        )))
+    }
+}
+
 /// Whether a daemon lives, by its lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Liveness {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod containers;
 mod copy;
 mod dead;
 mod file_systems;
@@ -13,6 +14,8 @@ mod make_model;
 mod resting;
 mod reuse;
 mod start;
+mod surroundings;
 mod tidy;
+mod unprivileged;
 mod usage;
 mod views;

@@ -47,7 +47,9 @@ pub(super) fn look(wanted: &Wanted) -> Result<Running> {
 fn ask(wanted: &Wanted, registration: &Registration) -> Result<Running> {
     let record = registration.record.as_ref().map_err(Clone::clone)?;
     let mut client = match wanted.connect(Path::new(&record.socket)) {
-        Err(error) if error.kind() == Kind::NotFound => return Ok(Running::Busy),
+        Err(error) if error.kind() == Kind::NotFound => {
+            return registration.displaced().map_or(Ok(Running::Busy), Err);
+        }
         client => client?,
     };
     let status = match client.request(Operation::Status {}) {

@@ -8,8 +8,10 @@ use sha2::{Digest, Sha256};
 
 use super::super::output;
 use super::options::StartArgs;
+use crate::budget::limits;
 use crate::control::client::Client;
 use crate::daemon::config::{Config, Limits, Tuning};
+use crate::daemon::preload::DESCRIPTORS_OWN;
 use crate::error::{Error, Kind, Result, shown};
 use crate::manifest::SelectionRules;
 use crate::registry::{BaseDir, Environment, Paths, check_socket_path};
@@ -33,6 +35,9 @@ impl Wanted {
     /// Finds the model, prepares BASE, looks through the source once, and checks what can be checked before
     /// anything is started.
     pub(super) fn resolve(args: &StartArgs) -> Result<Wanted> {
+        // Where there are too few, each thing below would fail in a way of its own.
+        limits::raise_descriptors(DESCRIPTORS_OWN)
+            .map_err(|error| error.context(format_args!("cannot start '{}'", args.name)))?;
         let environment = Environment::of_process();
         let model = hub::resolve(&args.model_dir)?;
         let base = BaseDir::prepare(args.base.base_dir.as_deref(), &environment)?;
@@ -63,7 +68,7 @@ impl Wanted {
             source: text(&selection.root, "the model directory")?,
             rules: selection.rules.clone(),
             tuning: tuning(args),
-            limits: limits(args),
+            limits: limits_of(args),
             idle_ttl_seconds: args.life.idle_ttl.map(|ttl| ttl.as_secs_f64()),
             loads_unattended: args.no_wait || args.foreground,
             selection: source::identity::digest(&selection),
@@ -107,7 +112,7 @@ fn tuning(args: &StartArgs) -> Tuning {
     }
 }
 
-fn limits(args: &StartArgs) -> Limits {
+fn limits_of(args: &StartArgs) -> Limits {
     let given = &args.limits;
     Limits {
         memory_fraction: given.max_memory_fraction,
