@@ -26,8 +26,14 @@ const DESCRIPTORS_FROM: u64 = 1024;
 const DESCRIPTORS_TO: u64 = 65_536;
 
 /// Descriptors that a daemon needs beside the published ones: its log, connections and leases, and what is
-/// open while it loads.
+/// open while a load of ordinary depth runs.
 pub const DESCRIPTORS_OWN: u64 = 512;
+
+/// Those of them that have nothing to do with the load.
+const DESCRIPTORS_SERVING: u64 = 256;
+
+/// What each file under way has open: the source, perhaps twice, and the memory file, perhaps twice.
+const DESCRIPTORS_OF_FILE: u64 = 4;
 
 /// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
 pub fn work(config: &Config) -> Work {
@@ -64,29 +70,36 @@ fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         direct: Direct::from_name(&tuning.direct)?,
     };
     options.check()?;
+    let engine = engine::Selected::probe(engine::Choice::from_name(&tuning.engine)?, tuning.queue_depth)?;
+    let lowest_descriptor = lowest_descriptor(plan, &engine, options.workers)?;
     Ok(Settings {
         cache_name: config.name.clone(),
         backing: memory::Choice::from_name(&tuning.backing)?,
-        engine: engine::Selected::probe(engine::Choice::from_name(&tuning.engine)?, tuning.queue_depth)?,
+        engine,
         options,
-        lowest_descriptor: lowest_descriptor(plan)?,
+        lowest_descriptor,
     })
 }
 
 /// Where the published descriptors begin, after raising the limit to what they need.
-fn lowest_descriptor(plan: &Plan) -> Result<i32> {
+fn lowest_descriptor(plan: &Plan, engine: &engine::Selected, workers: usize) -> Result<i32> {
     let count = plan.targets.len() as u64;
-    limits::check_descriptors(DESCRIPTORS_OWN + count)?;
+    // Each worker is cutting one more file than it has reads in flight.
+    let under_way = count.min((workers * (engine.depth() + 1)) as u64);
+    let own = DESCRIPTORS_OWN.max(DESCRIPTORS_SERVING + DESCRIPTORS_OF_FILE * under_way);
+    limits::check_descriptors(own + count)?;
     let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
-    let lowest = place_descriptors(count, hard, random());
+    let lowest = place_descriptors(own, count, hard, random());
     limits::raise_descriptors(lowest + count)?;
     Ok(i32::try_from(lowest).expect("the range ends far below"))
 }
 
-/// A place for `count` descriptors under the limit `hard`: in the range where there is room, else below it.
-fn place_descriptors(count: u64, hard: u64, random: u64) -> u64 {
-    let highest = DESCRIPTORS_TO.min(hard.saturating_sub(count));
-    let lowest = if highest > DESCRIPTORS_FROM { DESCRIPTORS_FROM } else { DESCRIPTORS_OWN.min(highest) };
+/// A place for `count` descriptors above `own` others and under the limit `hard`: in the range where there
+/// is room, else below it.
+fn place_descriptors(own: u64, count: u64, hard: u64, random: u64) -> u64 {
+    let highest = DESCRIPTORS_TO.max(own).min(hard.saturating_sub(count));
+    let lowest = if highest > DESCRIPTORS_FROM { DESCRIPTORS_FROM.max(own) } else { own };
+    let lowest = lowest.min(highest);
     lowest + random % (highest - lowest + 1)
 }
 
@@ -259,12 +272,17 @@ mod tests {
         /// Wherever the descriptors begin, all of them fit under the limit, and below the common range only
         /// where the limit leaves nothing else.
         #[test]
-        fn descriptors_fit_under_the_limit(count in 0u64..100_000, spare in 0u64..1_000_000, random: u64) {
-            let hard = DESCRIPTORS_OWN + count + spare;
-            let lowest = place_descriptors(count, hard, random);
+        fn descriptors_fit_under_the_limit(
+            own in 0u64..200_000,
+            count in 0u64..100_000,
+            spare in 0u64..1_000_000,
+            random: u64,
+        ) {
+            let hard = own + count + spare;
+            let lowest = place_descriptors(own, count, hard, random);
             prop_assert!(lowest + count <= hard);
-            prop_assert!(lowest >= DESCRIPTORS_OWN);
-            if spare > DESCRIPTORS_FROM {
+            prop_assert!(lowest >= own);
+            if own < DESCRIPTORS_FROM && spare > DESCRIPTORS_FROM {
                 prop_assert!((DESCRIPTORS_FROM..=DESCRIPTORS_TO).contains(&lowest));
             }
         }

@@ -13,7 +13,7 @@ use crate::error::Result;
 /// Which faults, over all engines that share it.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// Every read ends after at most so many bytes; a multiple of 512 keeps O_DIRECT possible. 0: never.
+    /// Every read reports at most so many bytes, whatever it has read. 0: all of them.
     pub short_bytes: usize,
     /// The operation, counted from 1, that fails. 0: none.
     pub fail_at: u64,
@@ -33,15 +33,13 @@ pub struct Faulty {
     faults: Arc<Faults>,
     /// Ended by us instead of by the engine, to be reaped next.
     failed: Vec<Completion>,
-    /// What a short read left out of its window, by token order of submission.
-    cut: Vec<(u64, crate::sys::map::Window)>,
-    tokens: Vec<u64>,
+    in_flight: usize,
 }
 
 impl Faulty {
     /// Wraps `engine`.
     pub fn new(engine: Box<dyn Engine>, faults: Arc<Faults>) -> Faulty {
-        Faulty { engine, faults, failed: Vec::new(), cut: Vec::new(), tokens: Vec::new() }
+        Faulty { engine, faults, failed: Vec::new(), in_flight: 0 }
     }
 }
 
@@ -50,8 +48,8 @@ impl Engine for Faulty {
         self.engine.depth()
     }
 
-    fn submit(&mut self, mut read: Read) -> std::result::Result<(), Read> {
-        if self.tokens.len() + self.failed.len() == self.depth() {
+    fn submit(&mut self, read: Read) -> std::result::Result<(), Read> {
+        if self.in_flight + self.failed.len() == self.depth() {
             return Err(read);
         }
         let number = self.faults.operations.fetch_add(1, Ordering::Relaxed) + 1;
@@ -64,23 +62,19 @@ impl Engine for Faulty {
             self.failed.push(Completion { token: read.token, window: read.window, result });
             return Ok(());
         }
-        let token = read.token;
-        if self.faults.short_bytes > 0 && read.window.len() > self.faults.short_bytes {
-            let head = read.window.split_to(self.faults.short_bytes);
-            self.cut.push((token, std::mem::replace(&mut read.window, head)));
-        }
-        self.tokens.push(token);
-        self.engine.submit(read)
+        self.engine.submit(read)?;
+        self.in_flight += 1;
+        Ok(())
     }
 
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()> {
         let mut ended = std::mem::take(&mut self.failed);
         if ended.is_empty() {
             self.engine.reap(&mut ended)?;
-            for completion in &mut ended {
-                self.tokens.retain(|token| *token != completion.token);
-                if let Some(index) = self.cut.iter().position(|(token, _)| *token == completion.token) {
-                    completion.window.join(self.cut.swap_remove(index).1);
+            self.in_flight -= ended.len();
+            if self.faults.short_bytes > 0 {
+                for bytes in ended.iter_mut().filter_map(|completion| completion.result.as_mut().ok()) {
+                    *bytes = self.faults.short_bytes.min(*bytes);
                 }
             }
         }

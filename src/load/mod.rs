@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
-use crate::plan::{Chunk, Plan};
+use crate::plan::{Chunk, Plan, SMALL_BYTES_MAX};
 use crate::source::{Direct, SelectedFile};
 use crate::sys::map::Window;
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
@@ -176,21 +176,26 @@ pub fn run(
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
     };
-    let work = || {
-        if let Err(error) = start_engine().and_then(|engine| worker::work(&shared, engine)) {
+    let work = |engine: Result<Box<dyn Engine>>| {
+        if let Err(error) = engine.and_then(|engine| worker::work(&shared, engine)) {
             shared.fail(error);
+        }
+    };
+    // With fewer workers than asked for the load is slower, not wrong: only the first one must be had.
+    let help = || {
+        if let Ok(engine) = start_engine() {
+            work(Ok(engine));
         }
     };
     let workers = options.workers.min(plan.jobs.len());
     std::thread::scope(|scope| {
         for index in 1..workers {
             let thread = std::thread::Builder::new().name(format!("load-{index}"));
-            // With fewer workers than asked for the load is slower, not wrong.
-            if thread.spawn_scoped(scope, work).is_err() {
+            if thread.spawn_scoped(scope, help).is_err() {
                 break;
             }
         }
-        work();
+        work(start_engine());
     });
     if let Some(error) = shared.failure.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
         return Err(error);
@@ -204,12 +209,54 @@ pub fn run(
     })
 }
 
-/// Memory that a load takes beside its targets: a buffer of one huge page per worker for small files and
-/// one that is being handed over, and the stacks of reader threads.
-pub fn buffer_bytes(workers: usize, reader_threads: usize) -> u64 {
+/// Memory that a load takes beside its targets: the buffers of one huge page that small files are read
+/// into, and the stacks of reader threads. `depth` is the reads in flight of one worker.
+///
+/// A buffer is given back when the last file in it is done, so in the worst case every small file that a
+/// worker has under way keeps one. In no case are there more than the small files need, each buffer at
+/// least half full.
+pub fn buffer_bytes(plan: &Plan, workers: usize, depth: usize, reader_threads: usize) -> u64 {
     const STACK_BYTES: u64 = 128 << 10;
-    let workers = workers as u64;
-    (workers + 1)
-        .saturating_mul(HUGE_PAGE_BYTES)
-        .saturating_add(workers * reader_threads as u64 * STACK_BYTES)
+    let small = plan.targets.iter().filter(|target| target.bytes <= SMALL_BYTES_MAX);
+    let (files, bytes) =
+        small.fold((0u64, 0u64), |sum, target| (sum.0 + 1, sum.1 + round_up(target.bytes, PAGE_BYTES)));
+    let under_way = files.min((workers * (depth + 1)) as u64);
+    let buffers = ((under_way + 1) * HUGE_PAGE_BYTES).min(bytes.saturating_mul(2) + HUGE_PAGE_BYTES);
+    buffers.saturating_add((workers * reader_threads) as u64 * STACK_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Target, lay_out};
+    use crate::source::Selection;
+
+    fn plan_of(lengths: &[u64]) -> Plan {
+        let selection = Selection {
+            root: "/m".into(),
+            rules: Default::default(),
+            files: Vec::new(),
+            directory_links: Vec::new(),
+            excluded: Vec::new(),
+            warnings: Vec::new(),
+        };
+        let targets = lengths.iter().map(|&bytes| Target { bytes, file: 0 }).collect();
+        Plan { targets, ..lay_out(&selection, 1) }
+    }
+
+    #[test]
+    fn buffers_are_counted_as_they_can_be_in_use() {
+        let megabyte = 1 << 20;
+        // A few small files beside large ones: one buffer holds them.
+        let few = buffer_bytes(&plan_of(&[4096; 6]), 1, 16, 0);
+        assert_eq!(few, HUGE_PAGE_BYTES + 2 * 6 * 4096);
+        // Files that fill a buffer each, as many as are under way at once, and one being handed over.
+        let many = buffer_bytes(&plan_of(&[3 * megabyte / 2; 1000]), 2, 16, 0);
+        assert_eq!(many, (2 * 17 + 1) * HUGE_PAGE_BYTES);
+        // Large files need none, threads a stack each.
+        assert_eq!(
+            buffer_bytes(&plan_of(&[100 * megabyte]), 1, 8, 8),
+            HUGE_PAGE_BYTES.min(2 * megabyte) + megabyte
+        );
+    }
 }

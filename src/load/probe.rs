@@ -34,12 +34,18 @@ pub(super) fn devices_better_buffered(
             continue;
         }
         let source = SourceFile::open(selected, Direct::Auto, read_bytes)?;
-        if !source.is_remote() || source.method(0, false) != Method::Direct {
+        if !source.is_remote() {
             continue;
         }
-        let mut engine = start_engine()?;
-        let direct = time_to_read(engine.as_mut(), &source, Method::Direct, 0, read_bytes);
-        let buffered = time_to_read(engine.as_mut(), &source, Method::Buffered, PROBE_BYTES, read_bytes);
+        // Pages that are there already would make the buffered way look fast.
+        let is_cold = |at: u64| source.method(at, false) == Method::Direct;
+        if !(0..2 * PROBE_BYTES).step_by(read_bytes as usize).all(is_cold) {
+            continue;
+        }
+        let direct = time_to_read(start_engine()?.as_mut(), &source, Method::Direct, 0, read_bytes);
+        source.go_on_buffered()?;
+        let buffered =
+            time_to_read(start_engine()?.as_mut(), &source, Method::Buffered, PROBE_BYTES, read_bytes);
         source.forget(0, 2 * PROBE_BYTES);
         if let (Some(direct), Some(buffered)) = (direct, buffered)
             && direct.as_secs_f64() > CLEARLY * buffered.as_secs_f64()

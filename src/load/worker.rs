@@ -4,11 +4,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::pages::Pages;
 use super::{Shared, Vessel};
 use crate::engine::{Completion, Engine, Read};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, shown};
 use crate::plan::Chunk;
 use crate::source::{Method, SourceFile, changed};
 use crate::sys::map::Window;
@@ -16,6 +17,10 @@ use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_down};
 
 /// Times that one read is tried again in a row after EINTR or EAGAIN before that is taken for an error.
 const RETRIES_MAX: u32 = 1000;
+
+/// Those of them that follow at once; before each further one is a pause.
+const RETRIES_AT_ONCE: u32 = 8;
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 /// A chunk that is being filled.
 struct Active {
@@ -59,6 +64,25 @@ struct Part {
     filled: Option<Window>,
     method: Method,
     retries: u32,
+}
+
+impl Part {
+    /// Counts one more attempt that brought nothing, and waits a little after the first few.
+    fn try_again(&mut self, name: &str) -> Result<()> {
+        self.retries += 1;
+        if self.retries > RETRIES_MAX {
+            let message = format!(
+                "cannot read {} at {}: {RETRIES_MAX} attempts brought nothing",
+                shown(name),
+                self.offset
+            );
+            return Err(Error::new(Kind::Failed, message));
+        }
+        if self.retries > RETRIES_AT_ONCE {
+            std::thread::sleep(RETRY_PAUSE);
+        }
+        Ok(())
+    }
 }
 
 /// What one worker has under way.
@@ -199,32 +223,34 @@ impl Worker<'_> {
                 return Err(changed(source.name(), &how));
             }
             Ok(bytes) => {
-                // Short is normal. O_DIRECT goes on at an aligned offset; where the rest is shorter than
-                // that, through the page cache.
+                // Short is normal. O_DIRECT goes on at an aligned offset: the file's end aside, it only ends
+                // at another where something is odd, so the rest is better read through the page cache.
                 let mut keep = bytes as u64;
                 if part.method == Method::Direct && !keep.is_multiple_of(source.alignment()) {
                     keep = round_down(keep, source.alignment());
-                    part.method = Method::Buffered;
+                    if !source.insists_on_direct() {
+                        part.method = source.go_on_buffered()?;
+                    }
                 }
-                let filled = window.split_to(keep as usize);
-                match &mut part.filled {
-                    Some(before) => before.join(filled),
-                    None => part.filled = Some(filled),
+                if keep > 0 {
+                    let filled = window.split_to(keep as usize);
+                    match &mut part.filled {
+                        Some(before) => before.join(filled),
+                        None => part.filled = Some(filled),
+                    }
+                    part.offset += keep;
+                    part.wanted -= keep;
+                    part.retries = 0;
+                } else {
+                    part.try_again(source.name())?;
                 }
-                part.offset += keep;
-                part.wanted -= keep;
-                part.retries = 0;
             }
             Err(cause) => match cause.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) if part.retries < RETRIES_MAX => {
-                    part.retries += 1;
-                    if part.retries > 8 {
-                        std::thread::sleep(std::time::Duration::from_millis(1));
-                    }
+                    part.try_again(source.name())?;
                 }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if part.method == Method::Direct => {
-                    source.direct_was_refused(&cause)?;
-                    part.method = Method::Buffered;
+                    part.method = source.direct_was_refused(&cause)?;
                 }
                 _ => {
                     let doing = format!("read {} bytes at {} of", part.wanted, part.offset);
@@ -303,7 +329,7 @@ fn free_slot<T>(places: &mut Vec<Option<T>>) -> usize {
     }
 }
 
-/// A read that fails for want of memory is no missing file, whatever the errno would say elsewhere.
+/// The kind of a failed read: the file was found and opened, so nothing is "not found" any more.
 fn read_kind(cause: &std::io::Error) -> Kind {
     match cause.raw_os_error() {
         Some(libc::ENOMEM) => Kind::NoRoom,

@@ -60,7 +60,7 @@ pub fn need_bytes(plan: &Plan, engine: &Selected, workers: usize) -> u64 {
         Model::Threads => engine.depth(),
         Model::IoUring => 0,
     };
-    plan.allocated_bytes().saturating_add(load::buffer_bytes(workers, reader_threads))
+    plan.allocated_bytes().saturating_add(load::buffer_bytes(plan, workers, engine.depth(), reader_threads))
 }
 
 /// Allocates, fills and seals every target of `plan`. `_grant` is the permission to take the memory. On

@@ -55,8 +55,10 @@ pub enum Method {
 /// How much of the file was in the page cache when it was opened, before anything of it was read.
 #[derive(Debug)]
 enum Residency {
-    /// Nothing, or it cannot be known: then reading must leave nothing behind either.
+    /// Nothing.
     None,
+    /// The kernel does not tell: it shows the page cache only of files that the caller owns or may write.
+    Unknown,
     /// All of it.
     All,
     /// By units of [`SourceFile::unit`] bytes: the pages of each.
@@ -126,7 +128,8 @@ impl SourceFile {
     /// Makes the description for O_DIRECT where it will be used, and clears O_NONBLOCK on the other.
     fn set_up_direct(&mut self, possible: bool) -> Result<()> {
         let wanted = possible && self.choice != Direct::Never && !matches!(self.residency, Residency::All);
-        let single = self.bytes <= self.unit && matches!(self.residency, Residency::None);
+        let single =
+            self.bytes <= self.unit && matches!(self.residency, Residency::None | Residency::Unknown);
         let result = if !wanted {
             self.set_flags(OFlags::empty())
         } else if single {
@@ -189,7 +192,7 @@ impl SourceFile {
     /// file system through the page cache was found to be faster.
     pub fn method(&self, offset: u64, prefer_buffered: bool) -> Method {
         let whole = match &self.residency {
-            Residency::None => false,
+            Residency::None | Residency::Unknown => false,
             Residency::All => true,
             Residency::Mixed(pages) => {
                 let unit = offset / self.unit;
@@ -226,17 +229,29 @@ impl SourceFile {
 
     /// Called when a direct read was refused: from now on this file is read through the page cache. An
     /// error where the user insists on O_DIRECT.
-    pub fn direct_was_refused(&self, cause: &io::Error) -> Result<()> {
-        if self.choice == Direct::Always {
+    pub fn direct_was_refused(&self, cause: &io::Error) -> Result<Method> {
+        if self.insists_on_direct() {
             return Err(self.refuses_direct(&crate::error::reason(cause)));
         }
         self.direct_refused.store(true, Ordering::Relaxed);
+        self.go_on_buffered()
+    }
+
+    /// Whether nothing may be read in another way than with O_DIRECT.
+    pub fn insists_on_direct(&self) -> bool {
+        self.choice == Direct::Always
+    }
+
+    /// Called where the rest of a range can only be read through the page cache, because a direct read ended
+    /// at an odd offset.
+    pub fn go_on_buffered(&self) -> Result<Method> {
+        assert!(!self.insists_on_direct());
         self.buffered.store(true, Ordering::Relaxed);
         if self.direct.as_ref().is_some_and(|direct| Arc::ptr_eq(direct, &self.file)) {
             self.set_flags(OFlags::empty())
                 .map_err(|cause| Error::io("set up", self.name.as_ref(), &cause))?;
         }
-        Ok(())
+        Ok(Method::Buffered)
     }
 
     /// Drops from the page cache what reading `[offset, offset + length)` brought into it: what was there
@@ -246,7 +261,9 @@ impl SourceFile {
     pub fn forget(&self, offset: u64, length: u64) {
         match &self.residency {
             Residency::All => {}
-            Residency::None => self.drop_range(offset, length, 0),
+            // What others have there must not suffer from reads that went past the page cache.
+            Residency::Unknown if !self.buffered.load(Ordering::Relaxed) => {}
+            Residency::None | Residency::Unknown => self.drop_range(offset, length, 0),
             Residency::Mixed(pages) => {
                 let mut at = offset / self.unit;
                 while at * self.unit < offset + length {
@@ -351,7 +368,8 @@ fn residency(file: &File, bytes: u64, unit: u64, owner: u32) -> Residency {
         other => other.ok(),
     };
     match count(0, bytes) {
-        None | Some(0) => Residency::None,
+        None => Residency::Unknown,
+        Some(0) => Residency::None,
         Some(pages) if pages >= bytes.div_ceil(PAGE_BYTES) => Residency::All,
         Some(_) => {
             let units = (0..bytes.div_ceil(unit)).map(|index| {
