@@ -19,15 +19,15 @@ pub enum Kind {
     Failed,
     /// The command line or a value in it is wrong (exit 2).
     Usage,
-    /// No such cache, generation, file or directory (exit 3).
+    /// No such cache, file or directory (exit 3).
     NotFound,
     /// The time allowed ran out (exit 4).
     TimedOut,
     /// Leases or readers are live (exit 5).
     InUse,
-    /// Not enough memory, quota or disk (exit 6).
+    /// Not enough memory or disk, or a limit is reached (exit 6).
     NoRoom,
-    /// Bytes are not what they must be (exit 7).
+    /// Bytes are not what they must be (exit 7, which no command returns yet: `run` has one code for all).
     Verification,
     /// The source changed while it was read (exit 8).
     SourceChanged,

@@ -63,7 +63,7 @@ pub fn print_path(path: &Path) -> Result<()> {
     write_answer(io::stdout().as_fd(), &path_line(path), ClosedPipe::IsTheEnd)
 }
 
-/// Prints the path that a command which does something (`start`, `cache`) has to hand over.
+/// Prints the path that a command which does something (`start`) has to hand over.
 ///
 /// # Errors
 ///
