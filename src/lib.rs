@@ -14,7 +14,7 @@
 //! Resident+View ─ daemon::serve                    control socket, leases, stop
 //! ```
 //!
-//! Modules in reading order, each importing only what stands in a lower row (`tests/tidy.rs` checks it):
+//! Modules in reading order, each importing only what stands in a lower row (`tests/it/tidy.rs` checks it):
 //! see `docs/architecture.md`.
 
 #[cfg(not(target_os = "linux"))]
