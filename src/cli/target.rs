@@ -177,7 +177,7 @@ impl Target {
             return Ok(client);
         }
         // Between taking its lock and listening a daemon takes milliseconds, except that its starter may
-        // be looking through the source or waiting for its turn to be admitted.
+        // be looking through a large source.
         let since = Instant::now();
         while Instant::now() < deadline {
             std::thread::sleep(STARTING_PAUSE);
