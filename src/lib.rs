@@ -24,6 +24,7 @@ compile_error!("iloader runs on Linux only: it rests on memfd seals, io_uring an
 compile_error!("iloader needs 64-bit addresses: it maps whole model files");
 
 pub mod error;
+pub mod failure;
 pub mod units;
 
 pub mod manifest;

@@ -12,6 +12,7 @@ use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
 use crate::control::message::{Operation, Progress, Reply, State, Status};
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 use crate::manifest::Manifest;
 use crate::registry::Record;
 use crate::source::{self, DirectoryLink, Identity, SelectedFile, Selection, identity};
@@ -144,7 +145,7 @@ impl Snapshot {
             created: record.map(|record| record.created.as_str()),
             log: record.map(|record| record.log_file.as_str()),
             socket: record.map(|record| record.socket.as_str()),
-            error: self.error.as_ref().map(json::Failure::from),
+            error: self.error.as_ref().map(Failure::from),
         })
     }
 }
