@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, SealFlags, Stat, StatVfsMountFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, StatVfsMountFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
@@ -15,10 +15,7 @@ use crate::control::message::{Leased, Link};
 use crate::error::{Error, Kind, Result, reason, shown};
 use crate::manifest::{FileEntry, Manifest};
 use crate::source::Identity;
-
-/// The seals that make a memfd immutable. Kernels add bits of their own (`F_SEAL_EXEC`).
-const SEALS: SealFlags =
-    SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::WRITE);
+use crate::sys::memfd::SEALS;
 
 /// The way out of a view that is not what it was.
 const RESTART: &str = "stop the cache and start it again";
