@@ -28,9 +28,9 @@ const LOCK_PAUSE: Duration = Duration::from_millis(10);
 const HOLDERS_SHOWN_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
-The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. Source and disk \
-generations stay. What a dead daemon left is cleaned up. Returns when the daemons are gone. Exit codes: \
-0 stopped, 3 there is no such cache, 4 the daemon did not answer, 5 readers hold leases.
+The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. The source stays \
+as it is. What a dead daemon left is cleaned up. Returns when the daemons are gone. Exit codes: 0 stopped, \
+3 there is no such cache, 4 the daemon did not answer, 5 readers hold leases.
 
 Example:
   iloader stop qwen --wait=60

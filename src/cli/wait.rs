@@ -126,7 +126,7 @@ fn timed_out(target: &Target, progress: &Progress) -> Error {
         total => format!(" ({} of {} so far)", ByteSize(progress.bytes_done), ByteSize(total)),
     };
     Error::new(Kind::TimedOut, format!("{} is not ready yet{so_far}; the load goes on", target.label()))
-        .hint("follow it with 'iloader wait NAME', or end it with 'iloader stop NAME'")
+        .hint(format!("follow it with 'iloader wait {0}', or end it with 'iloader stop {0}'", target.argument()))
 }
 
 #[cfg(test)]

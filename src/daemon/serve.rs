@@ -203,7 +203,7 @@ impl Server {
             Phase::Ready(_) => {
                 self.give_up_stops(now);
                 if self.eviction_due().is_some_and(|due| now >= due) {
-                    self.log.line("nobody has used it for --idle-ttl: it is evicted");
+                    self.log.line("nobody has had a lease for --idle-ttl: it is evicted");
                     self.begin_stop(false);
                 }
             }
