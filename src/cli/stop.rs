@@ -238,7 +238,7 @@ fn is_another(target: &Target) -> bool {
 mod tests {
     use super::super::testing::{self, Standin};
     use super::*;
-    use crate::control::message::WireError;
+    use crate::failure::Failure;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -284,7 +284,7 @@ mod tests {
         let standin = Standin::start(true, |operation, facts| match operation {
             Operation::Stop { force: false, .. } => {
                 let error = Error::new(Kind::InUse, "'qwen' is in use by process 77 engine").hint("wait");
-                vec![Reply::Error(WireError::from(&error))]
+                vec![Reply::Error(Failure::from(&error))]
             }
             _ => testing::ready(operation, facts),
         });

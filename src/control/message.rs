@@ -10,9 +10,6 @@ use crate::error::{Error, Kind, Result};
 use crate::failure::Failure;
 use crate::manifest::Manifest;
 
-/// What [`Reply::Error`] carries.
-pub use crate::failure::Failure as WireError;
-
 /// The protocol that this program speaks.
 pub const PROTOCOL: u32 = 1;
 

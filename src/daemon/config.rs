@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::control::message::WireError;
 use crate::error::{Error, Kind, Result};
+use crate::failure::Failure;
 use crate::manifest::SelectionRules;
 
 /// What a `start` writes to the standard input of the daemon that it spawns.
@@ -24,7 +24,7 @@ pub enum Boot {
     /// It listens and is registered; the load begins.
     Registered {},
     /// It did not come so far, and has ended.
-    Failed(WireError),
+    Failed(Failure),
 }
 
 /// Everything a daemon needs to know. It travels as JSON from `start` to the re-executed program, which

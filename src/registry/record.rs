@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::dir::{self, failed};
 use super::{BaseDir, Name, Paths, file_system, lock};
 use crate::error::{Error, Kind, Result, shown};
-pub use crate::failure::Failure;
+use crate::failure::Failure;
 
 /// The version of the JSON form. A reader refuses any other.
 pub const SCHEMA: u32 = 1;
