@@ -1,12 +1,14 @@
 //! What a `start` tells the daemon that it becomes or spawns.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
 use crate::failure::Failure;
 use crate::manifest::SelectionRules;
+use crate::view;
 
 /// What a `start` writes to the standard input of the daemon that it spawns.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -92,10 +94,8 @@ impl Boot {
 impl Config {
     /// Where readers find the model: the view, with the kept directory name where asked for.
     pub fn model_dir(&self) -> String {
-        match &self.kept_dirname {
-            Some(name) => format!("{}/{name}", self.view),
-            None => self.view.clone(),
-        }
+        let directory = view::model_dir(Path::new(&self.view), self.kept_dirname.as_deref());
+        directory.into_os_string().into_string().expect("both parts are UTF-8")
     }
 }
 
