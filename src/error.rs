@@ -19,15 +19,15 @@ pub enum Kind {
     Failed,
     /// The command line or a value in it is wrong (exit 2).
     Usage,
-    /// No such cache, generation, file or directory (exit 3).
+    /// No such cache, file or directory (exit 3).
     NotFound,
     /// The time allowed ran out (exit 4).
     TimedOut,
     /// Leases or readers are live (exit 5).
     InUse,
-    /// Not enough memory, quota or disk (exit 6).
+    /// Not enough memory or disk, or a limit is reached (exit 6).
     NoRoom,
-    /// Bytes are not what they must be (exit 7).
+    /// Bytes are not what they must be (exit 7, which no command returns yet: `run` has one code for all).
     Verification,
     /// The source changed while it was read (exit 8).
     SourceChanged,
@@ -62,7 +62,7 @@ impl Kind {
         *Self::ALL.iter().find(|row| row.0 == self).expect("ALL lists every kind")
     }
 
-    /// The exit code of the contract.
+    /// The exit code, as the table in `docs/usage.md` lists it.
     pub fn exit_code(self) -> u8 {
         self.row().1
     }
@@ -168,7 +168,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// The kind that an errno amounts to where nothing better is known. The one place that decodes errno.
+/// The kind that an errno amounts to where nothing better is known. A caller that knows what an errno means for
+/// what it did decides by itself, or says so with [`Error::with_kind`].
 fn kind_of(cause: &io::Error) -> Kind {
     match cause.raw_os_error() {
         Some(libc::ENOENT | libc::ENOTDIR) => Kind::NotFound,
@@ -255,7 +256,7 @@ mod tests {
     use std::os::unix::ffi::OsStrExt;
 
     #[test]
-    fn exit_codes_are_the_contract() {
+    fn exit_codes_are_those_of_the_usage_page() {
         let codes: Vec<u8> = Kind::ALL.iter().map(|row| row.0.exit_code()).collect();
         assert_eq!(codes, [1, 2, 3, 4, 5, 6, 7, 8, 9, 126, 127, 130]);
         for (kind, _, name) in Kind::ALL {

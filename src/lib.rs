@@ -14,7 +14,7 @@
 //! Resident+View ─ daemon::serve                    control socket, leases, stop
 //! ```
 //!
-//! Modules in reading order, each importing only what stands in a lower row (`tests/tidy.rs` checks it):
+//! Modules in reading order, each importing only what stands in a lower row (`tests/it/tidy.rs` checks it):
 //! see `docs/architecture.md`.
 
 #[cfg(not(target_os = "linux"))]
@@ -24,6 +24,7 @@ compile_error!("iloader runs on Linux only: it rests on memfd seals, io_uring an
 compile_error!("iloader needs 64-bit addresses: it maps whole model files");
 
 pub mod error;
+pub mod failure;
 pub mod units;
 
 pub mod manifest;

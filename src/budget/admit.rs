@@ -93,16 +93,10 @@ fn above_cap(need: u64, cap: u64) -> Error {
 
 fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
     let (need, fits) = told_apart(request.need_bytes, room);
-    let mut withheld = Vec::new();
-    if request.reserve_bytes > 0 {
-        withheld.push(format!("the {} reserve", ByteSize(request.reserve_bytes)));
-    }
-    if available.promised_bytes > 0 {
-        withheld
-            .push(format!("the {} that other starts have still to fill", ByteSize(available.promised_bytes)));
-    }
-    let after =
-        if withheld.is_empty() { String::new() } else { format!(" after {}", withheld.join(" and ")) };
+    let after = match request.reserve_bytes {
+        0 => String::new(),
+        reserve => format!(" after the {} reserve", ByteSize(reserve)),
+    };
     let limit = &available.binding.what;
     let message = format!(
         "needs {need}, but {fits} is available{after} ({:?} of {}, {limit})",
@@ -166,7 +160,7 @@ mod tests {
             Room { bytes: 64 * GIB, what: "host MemAvailable".into() },
             Room { bytes: 13 * GIB + GIB / 2, what: "cgroup v1 /box".into() },
         ];
-        let error = admit(&request(15 * GIB), &Availability::of(rooms.clone())).unwrap_err();
+        let error = admit(&request(15 * GIB), &Availability::of(rooms)).unwrap_err();
         assert_eq!(
             error.message(),
             "needs 15.0 GiB, but 11.9 GiB is available after the 256 MiB reserve (0.9 of 13.5 GiB, cgroup v1 /box)"
@@ -177,13 +171,6 @@ mod tests {
                 "stop another cache (iloader list), select fewer files (--pattern), \
                  raise the cgroup's memory limit, or skip this check (--force)"
             )
-        );
-        let error = admit(&request(13 * GIB), &Availability::of(rooms).less(GIB)).unwrap_err();
-        assert!(
-            error.message().contains(
-                "after the 256 MiB reserve and the 1.0 GiB that other starts have still to fill (0.9 of 12.5"
-            ),
-            "{error}"
         );
     }
 
@@ -238,12 +225,11 @@ mod tests {
     proptest! {
         #[test]
         fn nothing_above_the_rule_is_admitted(
-            need_bytes in bytes(), reserve_bytes in bytes(), available in bytes(), promised in bytes(),
+            need_bytes in bytes(), reserve_bytes in bytes(), available in bytes(),
             numerator in 1u64..=1 << 20, cap in proptest::option::of(bytes()), force in any::<bool>(),
         ) {
             // The rule once more, in whole numbers: the fraction is numerator / 2^20.
-            let left = available.saturating_sub(promised);
-            let most = (i128::from(left) * i128::from(numerator)).div_euclid(1 << 20) - i128::from(reserve_bytes);
+            let most = (i128::from(available) * i128::from(numerator)).div_euclid(1 << 20) - i128::from(reserve_bytes);
             let fits = i128::from(need_bytes) <= most.max(0);
             let capped = cap.is_some_and(|cap| need_bytes > cap);
 
@@ -254,7 +240,7 @@ mod tests {
                 memory_bytes_max: cap,
                 force,
             };
-            let room = host(available).less(promised);
+            let room = host(available);
             let answer = admit(&ask, &room);
             prop_assert_eq!(answer.is_ok(), !capped && (fits || force));
             match answer {

@@ -41,27 +41,18 @@ pub fn check_descriptors(needed: u64) -> Result<()> {
 }
 
 /// Raises the soft limit of descriptors to `needed`, never further: a process table grows with it. A limit
-/// that is high enough stays. Returns the limit as it was, for [`restore_descriptors`].
+/// that is high enough stays.
 ///
 /// # Errors
 ///
 /// As [`check_descriptors`], or when the kernel refuses.
-pub fn raise_descriptors(needed: u64) -> Result<Limit> {
+pub fn raise_descriptors(needed: u64) -> Result<()> {
     let old = Limit::from(getrlimit(Resource::Nofile));
     descriptors_fit(needed, old)?;
     if let Some(raised) = raised(needed, old) {
         set_descriptors(raised)?;
     }
-    Ok(old)
-}
-
-/// Gives the process its old limit back, so that a command that it becomes finds what the caller had.
-///
-/// # Errors
-///
-/// When the kernel refuses, which it does not for a limit that [`raise_descriptors`] returned.
-pub fn restore_descriptors(old: Limit) -> Result<()> {
-    set_descriptors(old)
+    Ok(())
 }
 
 fn set_descriptors(limit: Limit) -> Result<()> {
@@ -191,11 +182,11 @@ mod tests {
 
     /// A limit belongs to the whole process, so that this runs in one of its own, with nothing beside it.
     #[test]
-    fn the_kernel_takes_what_is_raised_and_restored() {
+    fn the_kernel_takes_what_is_raised() {
         const MARK: &str = "ILOADER_TEST_LIMITS_ALONE";
         const LIMITS: Limit = Limit { soft: Some(100), hard: Some(200) };
         if std::env::var_os(MARK).is_none() {
-            let test = "budget::limits::tests::the_kernel_takes_what_is_raised_and_restored";
+            let test = "budget::limits::tests::the_kernel_takes_what_is_raised";
             let child = std::process::Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", test, "--test-threads=1"])
                 .env(MARK, "1")
@@ -211,12 +202,10 @@ mod tests {
         assert_eq!(check_descriptors(201).unwrap_err().kind(), Kind::NoRoom);
         assert_eq!(raise_descriptors(201).unwrap_err().kind(), Kind::NoRoom);
         assert_eq!(now(), LIMITS, "a refusal changes nothing");
-        assert_eq!(raise_descriptors(100).unwrap(), LIMITS);
+        raise_descriptors(100).unwrap();
         assert_eq!(now(), LIMITS, "enough stays as it is");
-        assert_eq!(raise_descriptors(150).unwrap(), LIMITS);
+        raise_descriptors(150).unwrap();
         assert_eq!(now(), limit(150, 200));
-        restore_descriptors(LIMITS).unwrap();
-        assert_eq!(now(), LIMITS);
     }
 
     #[test]

@@ -15,8 +15,6 @@ pub struct Availability {
     pub binding: Room,
     /// Every limit that was found, the host's first, then the cgroups from ours upwards.
     pub rooms: Vec<Room>,
-    /// What [`Availability::less`] has taken off all rooms.
-    pub promised_bytes: u64,
     /// Limit files that exist but could not be read, each with the reason; their limits are not counted.
     pub unread: Vec<String>,
 }
@@ -27,22 +25,7 @@ impl Availability {
         // `min_by_key` gives the first of equals.
         let binding = rooms.iter().min_by_key(|room| room.bytes).cloned();
         let binding = binding.expect("the host's room is always among the rooms");
-        Availability { bytes: binding.bytes, binding, rooms, promised_bytes: 0, unread: Vec::new() }
-    }
-
-    /// What is left when other loads have filled the `promised_bytes` that were granted to them and are not
-    /// allocated yet. It is taken off every room: a load in another cgroup is counted against ours too,
-    /// which refuses rather than over-commits.
-    #[must_use]
-    pub fn less(self, promised_bytes: u64) -> Availability {
-        let mut rooms = self.rooms;
-        for room in &mut rooms {
-            room.bytes = room.bytes.saturating_sub(promised_bytes);
-        }
-        let bytes = self.bytes.saturating_sub(promised_bytes);
-        let binding = Room { bytes, what: self.binding.what };
-        let promised_bytes = self.promised_bytes.saturating_add(promised_bytes);
-        Availability { bytes, binding, rooms, promised_bytes, unread: self.unread }
+        Availability { bytes: binding.bytes, binding, rooms, unread: Vec::new() }
     }
 }
 
@@ -160,18 +143,6 @@ mod tests {
         assert_eq!(found.binding, Room { bytes: 4_000_000, what: "cgroup v2 /a".into() });
         assert_eq!(found.bytes, 4_000_000);
         assert_eq!(found.rooms.len(), 2);
-    }
-
-    #[test]
-    fn promises_are_taken_off_every_room() {
-        let rooms =
-            vec![Room { bytes: 100, what: "host".into() }, Room { bytes: 60, what: "cgroup v2 /a".into() }];
-        let left = Availability::of(rooms).less(30).less(10);
-        assert_eq!((left.bytes, left.binding.bytes, left.promised_bytes), (20, 20, 40));
-        assert_eq!(left.binding.what, "cgroup v2 /a");
-        assert_eq!(left.rooms[0].bytes, 60);
-        let none = left.less(u64::MAX);
-        assert_eq!((none.bytes, none.promised_bytes), (0, u64::MAX));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use super::output::{self, Align, Table};
 use crate::budget::{self, Availability};
 use crate::engine;
 use crate::error::{Error, Result, shown};
+use crate::failure::Failure;
 use crate::hub;
 use crate::memory;
 use crate::plan;
@@ -98,7 +99,7 @@ impl Inspection {
                 limits: self.available.rooms.iter().map(json::Limit::from).collect(),
                 admissible_bytes: self.admissible_bytes,
                 admitted: self.refusal.is_none(),
-                refusal: self.refusal.as_ref().map(json::Failure::from),
+                refusal: self.refusal.as_ref().map(Failure::from),
             },
             advice: self.advice.iter().map(json::Advice::from).collect(),
             warnings: &selection.warnings,

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::budget::Room;
 use crate::control::message::{State, Status};
-use crate::error::Error;
+use crate::failure::Failure;
 use crate::source::{self, SelectedFile, advice};
 
 /// One cache, as far as it is known.
@@ -29,22 +29,7 @@ pub(super) struct Registered<'a> {
     pub(super) log: Option<&'a str>,
     pub(super) socket: Option<&'a str>,
     /// Why its daemon does not answer.
-    pub(super) error: Option<Failure<'a>>,
-}
-
-/// An error.
-#[derive(Debug, Serialize)]
-pub(super) struct Failure<'a> {
-    pub(super) kind: &'static str,
-    pub(super) message: &'a str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) hint: Option<&'a str>,
-}
-
-impl<'a> From<&'a Error> for Failure<'a> {
-    fn from(error: &'a Error) -> Failure<'a> {
-        Failure { kind: error.kind().name(), message: error.message(), hint: error.hint_text() }
-    }
+    pub(super) error: Option<Failure>,
 }
 
 /// The answer of `status`.
@@ -111,7 +96,7 @@ pub(super) struct Memory<'a> {
     pub(super) admissible_bytes: u64,
     pub(super) admitted: bool,
     /// Why a start would be refused.
-    pub(super) refusal: Option<Failure<'a>>,
+    pub(super) refusal: Option<Failure>,
 }
 
 /// What one limit still allows.

@@ -32,8 +32,8 @@ use crate::error::{Error, Kind, Result};
 
 const HELP_AFTER: &str = "\
 Sizes are bytes or carry a binary suffix (512MiB, 32GiB); times are seconds. Exit codes: 0 done, 1 failed, \
-2 wrong usage, 3 not found, 4 timed out or still loading, 5 in use, 6 no memory, quota or disk, \
-7 verification failed, 8 the source changed, 9 stale or another identity.
+2 wrong usage, 3 not found, 4 timed out or still loading, 5 in use, 6 no memory, disk or a limit, \
+8 the source changed, 9 stale or another identity.
 
 Example:
   iloader start /models/Qwen3-8B --name qwen

@@ -34,11 +34,6 @@ pub fn note(text: &str) {
     say(&line(Tag::Note, text, stderr_is_coloured()));
 }
 
-/// Prints ` hint: …` on stderr: what to do about the warning before it.
-pub fn hint(text: &str) {
-    say(&line(Tag::Hint, text, stderr_is_coloured()));
-}
-
 /// Writes `text` to stderr in one piece. A failure is not reported: there is nowhere left to do so.
 fn say(text: &str) {
     let stderr = io::stderr();
@@ -63,7 +58,7 @@ pub fn print_path(path: &Path) -> Result<()> {
     write_answer(io::stdout().as_fd(), &path_line(path), ClosedPipe::IsTheEnd)
 }
 
-/// Prints the path that a command which does something (`start`, `cache`) has to hand over.
+/// Prints the path that a command which does something (`start`) has to hand over.
 ///
 /// # Errors
 ///
@@ -272,11 +267,6 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// Whether there is no row yet.
-    pub fn is_empty(&self) -> bool {
-        self.rows.len() == 1
-    }
-
     /// The lines, each ended; none ends with blanks.
     pub fn render(&self) -> String {
         let widths: Vec<usize> = (0..self.columns.len())
@@ -446,10 +436,8 @@ mod tests {
     #[test]
     fn columns_align_by_what_is_seen() {
         let mut table = Table::new(&[("NAME", Align::Left), ("SIZE", Align::Right), ("STATE", Align::Left)]);
-        assert!(table.is_empty());
         table.row(["模型", "1.5 GiB", "ready"]);
         table.row(["a\nb", "12 B", ""]);
-        assert!(!table.is_empty());
         assert_eq!(table.render(), "NAME     SIZE  STATE\n模型  1.5 GiB  ready\na\\nb     12 B\n");
     }
 

@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, SealFlags, Stat, StatVfsMountFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, StatVfsMountFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
@@ -15,10 +15,8 @@ use crate::control::message::{Leased, Link};
 use crate::error::{Error, Kind, Result, reason, shown};
 use crate::manifest::{FileEntry, Manifest};
 use crate::source::Identity;
-
-/// The seals that make a memfd immutable. Kernels add bits of their own (`F_SEAL_EXEC`).
-const SEALS: SealFlags =
-    SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::WRITE);
+use crate::sys::memfd::SEALS;
+use crate::view;
 
 /// The way out of a view that is not what it was.
 const RESTART: &str = "stop the cache and start it again";
@@ -166,7 +164,7 @@ fn immutable(file: &OwnedFd, backing: &str) -> std::result::Result<(), Fault> {
 fn explain(directory: &OwnedFd, view: &Path, link: &Link, fault: Fault, daemon: Daemon) -> Error {
     let file = view.join(&link.path);
     let target = rustix::fs::readlinkat(directory, &link.path, Vec::new());
-    let holder = target.ok().and_then(|target| linked_process(&target.to_string_lossy()));
+    let holder = target.ok().and_then(|target| linked_process(target.to_bytes()));
     if let Some(error) = out_of_sight(&file, holder, daemon) {
         return error;
     }
@@ -197,11 +195,9 @@ fn missing(directory: &OwnedFd, path: &str) -> bool {
     rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW).is_err()
 }
 
-/// The pid in `/proc/PID/fd/N`.
-fn linked_process(target: &str) -> Option<Pid> {
-    let (pid, descriptor) = target.strip_prefix("/proc/")?.split_once("/fd/")?;
-    descriptor.parse::<u32>().ok()?;
-    Pid::from_raw(pid.parse().ok()?)
+/// The process whose descriptor a link of a view leads to.
+fn linked_process(target: &[u8]) -> Option<Pid> {
+    Pid::from_raw(view::process_of(target)?.try_into().ok()?)
 }
 
 /// The reasons that don't depend on rights: the daemon is in another PID namespace, or gone, or the link
@@ -424,8 +420,8 @@ mod tests {
         assert_eq!(capabilities(status, "CapBnd:"), None);
         assert_eq!(innermost_pid("NSpid:\t5000\t17\n"), Pid::from_raw(17));
         assert_eq!(innermost_pid(status), None);
-        assert_eq!(linked_process("/proc/17/fd/2000"), Pid::from_raw(17));
-        assert_eq!(linked_process("/proc/self/fd/2"), None);
-        assert_eq!(linked_process("/models/a"), None);
+        assert_eq!(linked_process(b"/proc/17/fd/2000"), Pid::from_raw(17));
+        assert_eq!(linked_process(b"/proc/self/fd/2"), None);
+        assert_eq!(linked_process(b"/models/a"), None);
     }
 }

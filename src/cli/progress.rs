@@ -132,14 +132,6 @@ impl Bar {
         }
     }
 
-    /// Clears a bar away while `print` writes to stderr, and draws it again.
-    pub fn suspend<R>(&self, print: impl FnOnce() -> R) -> R {
-        match &self.surface {
-            Surface::Screen { bar, .. } => bar.suspend(print),
-            Surface::Nothing | Surface::Lines { .. } => print(),
-        }
-    }
-
     /// The load is done: a bar is cleared away, and where lines were written a last one says what it took.
     pub fn finish(mut self) {
         if let Surface::Lines { sink, written: true, .. } = &mut self.surface {
@@ -442,7 +434,6 @@ mod tests {
         assert!(drawn.contains("loading qwen [========>                          ] 4.0 GiB"), "{drawn:?}");
         assert!(drawn.contains("4.0 GiB of 16.0 GiB (25 %), 1.0 GiB/s, 12 s left"), "{drawn:?}");
         assert!(!drawn.contains('\n'), "{drawn:?}");
-        assert_eq!(bar.suspend(|| 7), 7);
         drop(bar);
         let end = world.text();
         assert!(end.ends_with("\r\x1b[2K"), "{end:?}");

@@ -1,6 +1,6 @@
 //! `status`: what a cache is doing, who uses it, and whether source and view are still what they were.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::Args;
 
@@ -12,9 +12,10 @@ use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
 use crate::control::message::{Operation, Progress, Reply, State, Status};
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 use crate::manifest::Manifest;
 use crate::registry::Record;
-use crate::source::{self, DirectoryLink, Identity, SelectedFile, Selection, identity};
+use crate::source::{self, Selection, identity};
 use crate::units::ByteSize;
 
 /// Changes of the source, and faults of the view, that are named one by one.
@@ -144,7 +145,7 @@ impl Snapshot {
             created: record.map(|record| record.created.as_str()),
             log: record.map(|record| record.log_file.as_str()),
             socket: record.map(|record| record.socket.as_str()),
-            error: self.error.as_ref().map(json::Failure::from),
+            error: self.error.as_ref().map(Failure::from),
         })
     }
 }
@@ -229,41 +230,8 @@ impl Findings {
 /// What the same selection would find different today, one line each.
 fn source_changes(manifest: &Manifest) -> Vec<String> {
     match source::select(Path::new(&manifest.source), &manifest.selection) {
-        Ok(now) => identity::differences(&selection_of(manifest), &now, LINES_MAX),
+        Ok(now) => identity::differences(&Selection::of_manifest(manifest), &now, LINES_MAX),
         Err(error) => vec![error.message().to_owned()],
-    }
-}
-
-/// The selection that a manifest was made from.
-fn selection_of(manifest: &Manifest) -> Selection {
-    let root = PathBuf::from(&manifest.source);
-    let file = |entry: &crate::manifest::FileEntry| {
-        // A time that can't be read back differs from any.
-        let unreadable = Identity {
-            device: entry.device,
-            inode: entry.inode,
-            bytes: entry.bytes,
-            mtime_seconds: i64::MIN,
-            mtime_nanoseconds: 0,
-        };
-        SelectedFile {
-            path: entry.path.clone(),
-            real: root.join(&entry.path),
-            identity: Identity::of_entry(entry).unwrap_or(unreadable),
-            passthrough: entry.passthrough,
-        }
-    };
-    let link = |link: &crate::manifest::DirectoryLink| DirectoryLink {
-        path: link.path.clone(),
-        target: link.target.clone(),
-    };
-    Selection {
-        files: manifest.files.iter().map(file).collect(),
-        directory_links: manifest.directory_links.iter().map(link).collect(),
-        root,
-        rules: manifest.selection.clone(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
     }
 }
 

@@ -28,9 +28,9 @@ const LOCK_PAUSE: Duration = Duration::from_millis(10);
 const HOLDERS_SHOWN_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
-The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. Source and disk \
-generations stay. What a dead daemon left is cleaned up. Returns when the daemons are gone. Exit codes: \
-0 stopped, 3 there is no such cache, 4 the daemon did not answer, 5 readers hold leases.
+The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. The source stays \
+as it is. What a dead daemon left is cleaned up. Returns when the daemons are gone. Exit codes: 0 stopped, \
+3 there is no such cache, 4 the daemon did not answer, 5 readers hold leases.
 
 Example:
   iloader stop qwen --wait=60
@@ -238,7 +238,7 @@ fn is_another(target: &Target) -> bool {
 mod tests {
     use super::super::testing::{self, Standin};
     use super::*;
-    use crate::control::message::WireError;
+    use crate::failure::Failure;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -284,7 +284,7 @@ mod tests {
         let standin = Standin::start(true, |operation, facts| match operation {
             Operation::Stop { force: false, .. } => {
                 let error = Error::new(Kind::InUse, "'qwen' is in use by process 77 engine").hint("wait");
-                vec![Reply::Error(WireError::from(&error))]
+                vec![Reply::Error(Failure::from(&error))]
             }
             _ => testing::ready(operation, facts),
         });

@@ -131,6 +131,14 @@ impl Target {
         self.name.as_ref().map_or("", Name::as_str)
     }
 
+    /// What names it on a command line: its name, or its socket where that is all that was given.
+    pub(crate) fn argument(&self) -> String {
+        match (&self.registered, &self.name) {
+            (Some(_), Some(name)) => name.to_string(),
+            _ => format!("--socket {}", shown(&self.socket)),
+        }
+    }
+
     /// The lock that the daemon holds, where it is known.
     pub(crate) fn lock(&self) -> Option<PathBuf> {
         let (registered, name) = (self.registered.as_ref()?, self.name.as_ref()?);
@@ -177,7 +185,7 @@ impl Target {
             return Ok(client);
         }
         // Between taking its lock and listening a daemon takes milliseconds, except that its starter may
-        // be looking through the source or waiting for its turn to be admitted.
+        // be looking through a large source.
         let since = Instant::now();
         while Instant::now() < deadline {
             std::thread::sleep(STARTING_PAUSE);
@@ -196,7 +204,7 @@ impl Target {
             Kind::TimedOut,
             format!("{} is starting or ending, and takes no requests", self.label()),
         )
-        .hint("try again, or wait for it: iloader wait NAME"))
+        .hint(format!("try again, or wait for it: iloader wait {}", self.argument())))
     }
 
     /// Connects to the daemon, or gives `None` where one is registered that does not listen (yet).

@@ -12,7 +12,7 @@ use std::process::{Command, Output};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::SystemTime;
 
-use rustix::fs::{MemfdFlags, Mode, SealFlags};
+use rustix::fs::{MemfdFlags, Mode};
 
 use crate::control::frame::{self, Decoder, REPLY_BYTES_MAX, REQUEST_BYTES_MAX};
 use crate::control::message::{
@@ -21,6 +21,7 @@ use crate::control::message::{
 use crate::manifest::{self, FileEntry, Manifest, SelectionRules};
 use crate::registry::{BaseDir, Host, Lock, Record, record};
 use crate::source::Identity;
+use crate::sys::memfd::SEALS;
 
 /// The bytes of the one file.
 const BYTES: &[u8] = b"weights";
@@ -62,8 +63,7 @@ impl Facts {
         file.set_modified(modified).expect("the source's time");
         let segment = OwnedFd::from(file);
         rustix::fs::fchmod(&segment, Mode::RUSR | Mode::RGRP | Mode::ROTH).expect("mode 0444");
-        let seals = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
-        rustix::fs::fcntl_add_seals(&segment, seals).expect("sealed");
+        rustix::fs::fcntl_add_seals(&segment, SEALS).expect("sealed");
         let target = format!("/proc/{}/fd/{}", std::process::id(), segment.as_raw_fd());
         symlink(target, directory.join("view").join(FILE)).expect("linked");
         Facts { directory: directory.to_owned(), segment }

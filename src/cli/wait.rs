@@ -125,21 +125,22 @@ fn timed_out(target: &Target, progress: &Progress) -> Error {
         0 => String::new(),
         total => format!(" ({} of {} so far)", ByteSize(progress.bytes_done), ByteSize(total)),
     };
-    Error::new(Kind::TimedOut, format!("{} is not ready yet{so_far}; the load goes on", target.label()))
-        .hint("follow it with 'iloader wait NAME', or end it with 'iloader stop NAME'")
+    Error::new(Kind::TimedOut, format!("{} is not ready yet{so_far}; the load goes on", target.label())).hint(
+        format!("follow it with 'iloader wait {0}', or end it with 'iloader stop {0}'", target.argument()),
+    )
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::testing::{self, Standin};
     use super::*;
-    use crate::control::message::WireError;
+    use crate::failure::Failure;
 
     #[test]
     fn each_end_of_a_wait_has_its_exit_code() {
         for (kind, code) in [(Kind::SourceChanged, 1), (Kind::NoRoom, 1), (Kind::NotFound, 3)] {
             let standin = Standin::start(true, move |_, _| {
-                vec![Reply::Error(WireError::from(&Error::new(kind, "it went wrong").hint("mend it")))]
+                vec![Reply::Error(Failure::from(&Error::new(kind, "it went wrong").hint("mend it")))]
             });
             let output = standin.iloader(&["wait", "--base-dir", "BASE", "qwen"]);
             assert_eq!(output.status.code(), Some(code), "{kind:?}");

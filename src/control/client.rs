@@ -226,7 +226,8 @@ mod tests {
     use super::*;
     use std::os::unix::net::UnixListener;
 
-    use crate::control::message::{PROTOCOL_OLDEST, WireError};
+    use crate::control::message::PROTOCOL_OLDEST;
+    use crate::failure::Failure;
 
     const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -253,7 +254,7 @@ mod tests {
 
     #[test]
     fn error_replies_are_errors_and_requests_carry_the_protocol() {
-        let wire = WireError { kind: "in-use".into(), message: "leased".into(), hint: Some("wait".into()) };
+        let wire = Failure { kind: "in-use".into(), message: "leased".into(), hint: Some("wait".into()) };
         let reply = frame::encode(&Reply::Error(wire), REPLY_BYTES_MAX).expect("encoded");
         let (_directory, path, thread) = answering(vec![reply]);
         let mut client = Client::connect(&path, TIMEOUT).expect("connected");

@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
+use crate::failure::Failure;
 use crate::manifest::Manifest;
 
 /// The protocol that this program speaks.
@@ -138,7 +139,7 @@ pub enum Reply {
         notes: Vec<String>,
     },
     /// Any operation can fail.
-    Error(WireError),
+    Error(Failure),
 }
 
 /// How far a load is.
@@ -281,38 +282,6 @@ pub struct Link {
     pub inode: u64,
 }
 
-/// An [`Error`] on the wire.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WireError {
-    /// [`Kind::name`].
-    pub kind: String,
-    /// The one line.
-    pub message: String,
-    /// What to do about it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hint: Option<String>,
-}
-
-impl From<&Error> for WireError {
-    fn from(error: &Error) -> WireError {
-        WireError {
-            kind: error.kind().name().to_owned(),
-            message: error.message().to_owned(),
-            hint: error.hint_text().map(str::to_owned),
-        }
-    }
-}
-
-impl From<WireError> for Error {
-    fn from(wire: WireError) -> Error {
-        let error = Error::new(Kind::from_name(&wire.kind), wire.message);
-        match wire.hint {
-            Some(hint) => error.hint(hint),
-            None => error,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -351,15 +320,5 @@ mod tests {
         for json in ["", "{}", "[]", "nonsense", r#"{"protocol":-1}"#, "\u{0}"] {
             assert!(parsed(json).expect_err("garbage").message().contains("no request"));
         }
-    }
-
-    #[test]
-    fn errors_survive_the_wire() {
-        let error = Error::new(Kind::NoRoom, "no room").hint("make some");
-        let back = Error::from(WireError::from(&error));
-        assert_eq!(
-            (back.kind(), back.message(), back.hint_text()),
-            (Kind::NoRoom, "no room", Some("make some"))
-        );
     }
 }

@@ -1,12 +1,14 @@
 //! What a `start` tells the daemon that it becomes or spawns.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::control::message::WireError;
 use crate::error::{Error, Kind, Result};
+use crate::failure::Failure;
 use crate::manifest::SelectionRules;
+use crate::view;
 
 /// What a `start` writes to the standard input of the daemon that it spawns.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -24,7 +26,7 @@ pub enum Boot {
     /// It listens and is registered; the load begins.
     Registered {},
     /// It did not come so far, and has ended.
-    Failed(WireError),
+    Failed(Failure),
 }
 
 /// Everything a daemon needs to know. It travels as JSON from `start` to the re-executed program, which
@@ -53,7 +55,7 @@ pub struct Config {
     pub tuning: Tuning,
     /// What the load may take.
     pub limits: Limits,
-    /// Evict after this long without readers.
+    /// Evict after this long without a lease; who opens the view directly has none.
     pub idle_ttl_seconds: Option<f64>,
     /// The load goes on although nobody waits for it: `--no-wait`, or a daemon in the foreground.
     pub loads_unattended: bool,
@@ -92,10 +94,8 @@ impl Boot {
 impl Config {
     /// Where readers find the model: the view, with the kept directory name where asked for.
     pub fn model_dir(&self) -> String {
-        match &self.kept_dirname {
-            Some(name) => format!("{}/{name}", self.view),
-            None => self.view.clone(),
-        }
+        let directory = view::model_dir(Path::new(&self.view), self.kept_dirname.as_deref());
+        directory.into_os_string().into_string().expect("both parts are UTF-8")
     }
 }
 

@@ -20,10 +20,11 @@ use rustix::net::{
 };
 
 use crate::control::frame::{self, REPLY_BYTES_MAX};
-use crate::control::message::{Operation, Progress, Reply, WireError};
+use crate::control::message::{Operation, Progress, Reply};
 use crate::daemon::connection::{Connection, REQUEST_TIME_MAX, Received, Role};
 use crate::daemon::leases::{ConnectionId, Process};
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 use crate::sys::peer;
 use crate::sys::signals::SignalDescriptor;
 
@@ -481,7 +482,7 @@ fn too_busy(why: &str) -> Error {
 
 fn error_frame(error: &Error) -> Vec<u8> {
     // An error's texts are short, so this fails never; an empty frame would only end the conversation.
-    frame::encode(&Reply::Error(WireError::from(error)), REPLY_BYTES_MAX).unwrap_or_default()
+    frame::encode(&Reply::Error(Failure::from(error)), REPLY_BYTES_MAX).unwrap_or_default()
 }
 
 /// Tells a connection that was not admitted why, as far as its buffer takes it, which is far.

@@ -28,7 +28,7 @@ pub struct Loaded {
     pub directory_links: Vec<DirectoryLink>,
     /// How it was loaded.
     pub report: LoadReport,
-    /// The segments and the grant: the memory is given back when this is dropped.
+    /// What keeps the segments alive: their memory is given back when this is dropped.
     pub keep: Box<dyn Any + Send>,
 }
 
@@ -146,11 +146,6 @@ impl LoadControl {
     /// Whether the load should give up, with [`Kind::Cancelled`], as soon as it can.
     pub fn cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
-    }
-
-    /// The flag behind [`LoadControl::cancelled`], for loops that take one.
-    pub fn cancel_flag(&self) -> &AtomicBool {
-        &self.cancelled
     }
 
     fn end(&self, outcome: Outcome) {

@@ -7,7 +7,8 @@ use crate::daemon::config::Config;
 use crate::daemon::listener::Listener;
 use crate::daemon::log::Log;
 use crate::error::{Error, Result};
-use crate::registry::record::{Failure, SCHEMA};
+use crate::failure::Failure;
+use crate::registry::record::SCHEMA;
 use crate::registry::{self, BaseDir, Host, Lock, Record};
 use crate::sys::signals::SignalDescriptor;
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
 
-use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status, WireError};
+use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status};
 use crate::daemon::config::Config;
 use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
 use crate::daemon::listener::{Event, Listener};
@@ -26,6 +26,7 @@ use crate::daemon::load::{
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 use crate::sys::process::trim_heap;
 use crate::units::ByteSize;
 
@@ -203,7 +204,7 @@ impl Server {
             Phase::Ready(_) => {
                 self.give_up_stops(now);
                 if self.eviction_due().is_some_and(|due| now >= due) {
-                    self.log.line("nobody has used it for --idle-ttl: it is evicted");
+                    self.log.line("nobody has had a lease for --idle-ttl: it is evicted");
                     self.begin_stop(false);
                 }
             }
@@ -389,7 +390,7 @@ impl Server {
     }
 
     fn refuse(&mut self, from: ConnectionId, error: &Error) {
-        self.listener.reply(from, &Reply::Error(WireError::from(error)));
+        self.listener.reply(from, &Reply::Error(Failure::from(error)));
     }
 
     fn answer_when_ready(&mut self, from: ConnectionId, answer: impl FnOnce(&Resident) -> Reply) {

@@ -14,13 +14,13 @@ use rustix::process::{DumpableBehavior, chdir, set_dumpable_behavior, setsid, um
 use rustix::stdio::{dup2_stdin, dup2_stdout, stderr, stdout};
 
 use crate::control::frame::{self, Decoder};
-use crate::control::message::WireError;
 use crate::daemon::config::{Boot, Config, Orders};
 use crate::daemon::log::Log;
 use crate::daemon::preload;
 use crate::daemon::registered::Registered;
 use crate::daemon::serve::{Start, serve};
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 use crate::registry::{BaseDir, Lock};
 use crate::sys::peer;
 use crate::sys::signals::{self, SignalDescriptor};
@@ -192,7 +192,7 @@ pub fn become_daemon() -> Result<()> {
     // The answer is the last use of the caller's pipe: it closes here, whatever the answer is.
     let message = match &booted {
         Ok(_) => Boot::Registered {},
-        Err(error) => Boot::Failed(WireError::from(error)),
+        Err(error) => Boot::Failed(Failure::from(error)),
     };
     let told = frame::encode(&message, BOOT_BYTES_MAX).and_then(|frame| tell_and_close(&frame));
     let start = booted?;

@@ -210,11 +210,6 @@ impl BaseDir {
         self.path.join("logs")
     }
 
-    /// `BASE/model-cache`: disk generations. Whoever builds one creates it.
-    pub fn model_cache_dir(&self) -> PathBuf {
-        self.path.join("model-cache")
-    }
-
     #[cfg(test)]
     pub(crate) fn for_tests(path: &Path) -> BaseDir {
         BaseDir::prepared(path.to_owned())

@@ -20,4 +20,4 @@ pub use cleanup::{clean_up_dead, remove_pid_file, remove_socket, write_pid_file}
 pub use lock::Lock;
 pub use name::Name;
 pub use paths::{Paths, SOCKET_PATH_BYTES_MAX, check_socket_path};
-pub use record::{Failure, Host, Liveness, Record, Registration, list, look_up};
+pub use record::{Host, Liveness, Record, Registration, list, look_up};

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_the_contract_are_taken() {
+    fn names_that_the_usage_page_promises_are_taken() {
         for text in ["a", "0", "Qwen3-8B", "org--model_v1.5", "a.", "a-", &"x".repeat(96)] {
             assert_eq!(text.parse::<Name>().unwrap().as_str(), text);
         }

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::dir::{self, failed};
 use super::{BaseDir, Name, Paths, file_system, lock};
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 
 /// The version of the JSON form. A reader refuses any other.
 pub const SCHEMA: u32 = 1;
@@ -94,38 +95,6 @@ impl Host {
         (there != 0 && here != 0 && there != here).then(|| {
             format!("in another PID namespace (a container) of this machine, as host {}", shown(&self.host))
         })
-    }
-}
-
-/// An error, kept for who asks later.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
-    /// [`Kind::name`].
-    pub kind: String,
-    /// The one line.
-    pub message: String,
-    /// What to do about it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hint: Option<String>,
-}
-
-impl From<&Error> for Failure {
-    fn from(error: &Error) -> Failure {
-        Failure {
-            kind: error.kind().name().to_owned(),
-            message: error.message().to_owned(),
-            hint: error.hint_text().map(str::to_owned),
-        }
-    }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Error {
-        let error = Error::new(Kind::from_name(&failure.kind), failure.message);
-        match failure.hint {
-            Some(hint) => error.hint(hint),
-            None => error,
-        }
     }
 }
 

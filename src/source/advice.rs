@@ -408,7 +408,7 @@ fn onnx_external_data(files: &[SelectedFile]) -> Option<String> {
     let data = loaded.clone().find(is_data)?;
     Some(format!(
         "{} holds tensors of an ONNX model: ONNX Runtime 1.24 and later and onnx.load do not find it through \
-         the links of a view; use a disk generation (iloader cache), or --passthrough '*.onnx*'",
+         the links of a view; leave the model on disk with --passthrough '*.onnx*'",
         shown(&data.path)
     ))
 }

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 
 use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 
 use super::{Identity, SelectedFile, Selection};
 use crate::error::shown;
-use crate::manifest::FileEntry;
+use crate::manifest::{FileEntry, Manifest};
 
 /// The seconds of 0000-01-01 and of 9999-12-30: the years that RFC 3339 can write.
 const RFC_3339_SECONDS: std::ops::RangeInclusive<i64> = -62_167_219_200..=253_402_207_200;
@@ -79,6 +80,38 @@ impl Identity {
     /// It is the same file, unchanged: see [`Identity::differences`].
     pub fn is_unchanged(&self, now: &Identity) -> bool {
         self.differences(now).is_empty()
+    }
+}
+
+impl Selection {
+    /// The selection that a manifest was made from, as far as it notes it: what was left out is not known.
+    ///
+    /// A file whose time can't be read back gets one that differs from any.
+    pub fn of_manifest(manifest: &Manifest) -> Selection {
+        let root = PathBuf::from(&manifest.source);
+        let file = |entry: &FileEntry| {
+            let unreadable = Identity {
+                device: entry.device,
+                inode: entry.inode,
+                bytes: entry.bytes,
+                mtime_seconds: i64::MIN,
+                mtime_nanoseconds: 0,
+            };
+            SelectedFile {
+                path: entry.path.clone(),
+                real: root.join(&entry.path),
+                identity: Identity::of_entry(entry).unwrap_or(unreadable),
+                passthrough: entry.passthrough,
+            }
+        };
+        Selection {
+            files: manifest.files.iter().map(file).collect(),
+            directory_links: manifest.directory_links.clone(),
+            root,
+            rules: manifest.selection.clone(),
+            excluded: Vec::new(),
+            warnings: Vec::new(),
+        }
     }
 }
 
@@ -293,6 +326,41 @@ mod tests {
         assert_eq!(differences(&before, &now, 1), ["and 5 more"]);
         assert_eq!(differences(&before, &now, 0), Vec::<String>::new());
         assert_eq!(differences(&before, &before, 5), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_manifest_gives_its_selection_back() {
+        let mut before = selection(vec![
+            file("a", FILE),
+            SelectedFile { passthrough: true, ..file("b/c", Identity { mtime_seconds: i64::MAX, ..FILE }) },
+        ]);
+        before.rules.also_exclude.push("*.bin".into());
+        before.directory_links.push(DirectoryLink { path: "l".into(), target: "b".into() });
+        let entry = |file: &SelectedFile| FileEntry {
+            path: file.path.clone(),
+            bytes: file.identity.bytes,
+            mtime: file.identity.mtime_rfc3339(),
+            device: file.identity.device,
+            inode: file.identity.inode,
+            passthrough: file.passthrough,
+        };
+        let mut manifest = Manifest {
+            schema: crate::manifest::SCHEMA,
+            name: "m".into(),
+            source: "/m".into(),
+            selection: before.rules.clone(),
+            files: before.files.iter().map(entry).collect(),
+            directory_links: before.directory_links.clone(),
+            bytes: before.bytes(),
+            created: String::new(),
+            tool: String::new(),
+        };
+        let back = Selection::of_manifest(&manifest);
+        assert_eq!((&back.root, &back.rules, &back.files), (&before.root, &before.rules, &before.files));
+        assert_eq!(digest(&back), digest(&before));
+        manifest.files[0].mtime = "yesterday".into();
+        let changed = differences(&Selection::of_manifest(&manifest), &before, 5);
+        assert!(changed.len() == 1 && changed[0].starts_with("a: modified "), "{changed:?}");
     }
 
     #[test]

@@ -182,11 +182,6 @@ impl Window {
         unsafe { std::slice::from_raw_parts_mut(self.address(), self.bytes) }
     }
 
-    /// Whether its first byte stands at a multiple of a huge page.
-    pub fn starts_on_huge_page(&self) -> bool {
-        self.start.is_multiple_of(HUGE_PAGE)
-    }
-
     /// Asks for a huge page under each whole 2 MiB extent at `offset`, whatever the system's setting for
     /// shared memory: writes a zero into it (an extent without any page cannot be collapsed), then
     /// collapses it with `MADV_COLLAPSE` (Linux 6.1). The extent must not hold data yet.
@@ -258,7 +253,7 @@ mod tests {
     #[test]
     fn windows_split_and_join_without_overlap() {
         let mut rest = Mapping::anonymous(3 * HUGE_PAGE).unwrap();
-        assert!(rest.starts_on_huge_page());
+        assert!(rest.start.is_multiple_of(HUGE_PAGE));
         let mut first = rest.split_to(10);
         let mut second = rest.split_to(PAGE);
         first.as_mut_slice().fill(1);

@@ -11,7 +11,11 @@ use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 /// The longest name that the kernel takes.
 pub const NAME_BYTES_MAX: usize = 249;
 
-/// The four seals that make a memfd immutable.
+/// The four seals that make a memfd immutable. Kernels set further ones of their own (0x20 for no-exec).
+pub const SEALS: SealFlags =
+    SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::WRITE);
+
+/// [`SEALS`] in the form of the library that sets them.
 const IMMUTABLE: [FileSeal; 4] =
     [FileSeal::SealWrite, FileSeal::SealShrink, FileSeal::SealGrow, FileSeal::SealSeal];
 
@@ -47,10 +51,9 @@ pub fn seal(file: File) -> Result<File, (File, io::Error)> {
     }
 }
 
-/// Whether all four seals are set. Kernels set further bits of their own (0x20 for no-exec).
+/// Whether all four seals are set.
 pub fn is_sealed(descriptor: BorrowedFd<'_>) -> bool {
-    let all = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
-    rustix::fs::fcntl_get_seals(descriptor).is_ok_and(|seals| seals.contains(all))
+    rustix::fs::fcntl_get_seals(descriptor).is_ok_and(|seals| seals.contains(SEALS))
 }
 
 /// Opens the same file once more, read-only: a new open file description, unlike `dup`.

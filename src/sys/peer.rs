@@ -1,5 +1,4 @@
 //! Who is at the other end of a Unix socket, and which inherited descriptors stay open.
-#![allow(unsafe_code)]
 
 use std::io;
 use std::mem::MaybeUninit;

@@ -46,14 +46,6 @@ extern "C" fn note_inheritance() {
     INHERITED.store(seen, Ordering::Relaxed);
 }
 
-/// Sets `signal` to `SIG_DFL` or `SIG_IGN`; gives back what it was.
-fn set_disposition(signal: i32, handler: libc::sighandler_t) -> libc::sighandler_t {
-    assert!(handler == libc::SIG_DFL || handler == libc::SIG_IGN);
-    // SAFETY: neither value is a function, so no code of ours can be called by a signal, whatever the
-    // moment.
-    unsafe { libc::signal(signal, handler) }
-}
-
 /// Whether the caller had closed standard descriptor 0, 1 or 2. What stands there now is `/dev/null`.
 pub fn was_closed(descriptor: i32) -> bool {
     assert!(STANDARD_DESCRIPTORS.contains(&descriptor));
@@ -148,12 +140,12 @@ impl HandedBack {
         // Close-on-exec instead of closing: where the `exec` fails, this process goes on unharmed.
         mark_closed_descriptors(libc::FD_CLOEXEC);
         let original = if was_pipe_ignored() { libc::SIG_IGN } else { libc::SIG_DFL };
-        HandedBack { pipe_before: set_disposition(libc::SIGPIPE, original) }
+        HandedBack { pipe_before: signals::set_disposition(libc::SIGPIPE, original) }
     }
 
     fn undo(self) {
         if self.pipe_before == libc::SIG_IGN || self.pipe_before == libc::SIG_DFL {
-            set_disposition(libc::SIGPIPE, self.pipe_before);
+            signals::set_disposition(libc::SIGPIPE, self.pipe_before);
         }
         mark_closed_descriptors(0);
     }

@@ -1,5 +1,4 @@
 //! Signals as data: blocked, and read from a descriptor; and the dispositions that a new daemon starts with.
-#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -124,11 +123,12 @@ pub fn reset_all() -> io::Result<()> {
     change_mask(libc::SIG_SETMASK, &set_of(&[])).map(drop)
 }
 
-fn set_disposition(signal: i32, handler: libc::sighandler_t) {
+/// Sets `signal` to `SIG_DFL` or `SIG_IGN`; gives back what it was, or `SIG_ERR` where it cannot be set.
+pub(super) fn set_disposition(signal: i32, handler: libc::sighandler_t) -> libc::sighandler_t {
     assert!(handler == libc::SIG_DFL || handler == libc::SIG_IGN);
     // SAFETY: neither value is a function, so no code of ours can run in a signal's context. SIGKILL,
     // SIGSTOP and the numbers that the C library keeps for itself are refused with an error and unharmed.
-    unsafe { libc::signal(signal, handler) };
+    unsafe { libc::signal(signal, handler) }
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ use crate::source::DirectoryLink;
 
 pub use place::check_place;
 use spot::{ATTEMPTS_MAX, NEW, OLD, Spot};
-pub use standing::{Standing, examine};
+pub use standing::{Standing, examine, process_of};
 use tree::{Ours, Planned};
 
 /// One file of a view.

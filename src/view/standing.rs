@@ -136,8 +136,8 @@ impl Survey {
     }
 }
 
-/// The pid of a link to `/proc/<pid>/fd/<n>`.
-fn process_of(target: &[u8]) -> Option<u32> {
+/// The pid of a link to `/proc/<pid>/fd/<n>`; `None` where it leads elsewhere.
+pub fn process_of(target: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(target).ok()?;
     let (pid, descriptor) = text.strip_prefix("/proc/")?.split_once("/fd/")?;
     let number = |digits: &str| {

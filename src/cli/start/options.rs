@@ -7,9 +7,11 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 
 use super::super::args::{self, BaseArgs, SelectionArgs};
-use crate::engine::DEPTH_MAX;
+use crate::engine::{self, DEPTH_MAX};
 use crate::load::{READ_BYTES_DEFAULT, READ_BYTES_MAX, WORKERS_MAX};
+use crate::memory;
 use crate::registry::Name;
+use crate::source::Direct;
 use crate::units::ByteSize;
 
 const HELP_AFTER: &str = "\
@@ -76,7 +78,7 @@ pub(crate) struct StartArgs {
 #[command(next_help_heading = "Loading")]
 pub(crate) struct TuningArgs {
     /// What holds the bytes; auto takes what gives readers huge pages
-    #[arg(long, value_name = "KIND", default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "memfd", "tmpfs"]))]
+    #[arg(long, value_name = "KIND", default_value = "auto", value_parser = PossibleValuesParser::new(memory::Choice::NAMES))]
     pub(super) backing: String,
     /// Parallel preload workers
     #[arg(long, value_name = "N", default_value_t = args::WORKERS as u32, value_parser = clap::value_parser!(u32).range(1..=WORKERS_MAX as i64))]
@@ -85,7 +87,7 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "BYTES", default_value_t = args::CHUNK_BYTES, value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) chunk_size: u64,
     /// What reads the source; auto takes io-uring where the kernel permits it
-    #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "io-uring", "threads"]))]
+    #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = PossibleValuesParser::new(engine::Choice::NAMES))]
     pub(super) engine: String,
     /// Reads in flight per worker [default: by the engine]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=DEPTH_MAX as i64))]
@@ -93,7 +95,7 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "SIZE", help = read_size_help(), value_parser = read_size)]
     pub(super) read_size: Option<ByteSize>,
     /// Whether to bypass the page cache; auto reads from it what is there, the rest past it
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "always", "never"]))]
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = PossibleValuesParser::new(Direct::NAMES))]
     pub(super) direct: String,
 }
 

@@ -9,8 +9,8 @@ use crate::control::message::{Operation, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::registry::{self, Liveness, Registration};
+use crate::source::Selection;
 use crate::source::identity::differences;
-use crate::source::{DirectoryLink, Identity, SelectedFile, Selection};
 
 /// An error names no more files than this.
 const FILES_NAMED_MAX: usize = 3;
@@ -97,26 +97,7 @@ fn file_differences(manifest: &Manifest, now: &Selection) -> Vec<String> {
     if Path::new(&manifest.source) != now.root || manifest.selection != now.rules {
         return Vec::new();
     }
-    let file = |entry: &crate::manifest::FileEntry| {
-        Some(SelectedFile {
-            path: entry.path.clone(),
-            real: now.root.join(&entry.path),
-            identity: Identity::of_entry(entry)?,
-            passthrough: entry.passthrough,
-        })
-    };
-    let link = |link: &crate::manifest::DirectoryLink| DirectoryLink {
-        path: link.path.clone(),
-        target: link.target.clone(),
-    };
-    let before = Selection {
-        files: manifest.files.iter().filter_map(file).collect(),
-        directory_links: manifest.directory_links.iter().map(link).collect(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
-        ..now.clone()
-    };
-    differences(&before, now, FILES_NAMED_MAX)
+    differences(&Selection::of_manifest(manifest), now, FILES_NAMED_MAX)
 }
 
 /// Says where what runs was loaded in another way than is asked for, which changes nothing any more.

@@ -84,7 +84,6 @@ fn prepare_makes_private_directories_and_find_finds_them() {
     for directory in [prepared.path(), &prepared.run_dir(), &prepared.views_dir(), &prepared.logs_dir()] {
         assert_eq!(mode_of(directory), 0o700, "{directory:?}");
     }
-    assert!(!prepared.model_cache_dir().exists());
     assert_eq!(std::fs::read_dir(prepared.run_dir()).unwrap().count(), 0, "the proofs are gone");
     assert_eq!(BaseDir::prepare(None, &environment).unwrap(), prepared);
     assert_eq!(BaseDir::find(None, &environment).unwrap(), prepared);
