@@ -122,7 +122,9 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         Standing::Unknown => return Err(target.unknown()),
         Standing::Elsewhere(place) => return Err(target.elsewhere(place)),
         Standing::Dead | Standing::Failed(_) => {
-            let lines = target.clean_up(args.remove_view)?;
+            let lines = target.clean_up(args.remove_view).map_err(|error| {
+                error.context(format_args!("{} had ended already, but is not cleaned up", target.label()))
+            })?;
             return Ok(format!("{} had ended already; cleaned up: {}", target.label(), lines.join(", ")));
         }
         Standing::Alive => {}
@@ -239,6 +241,7 @@ mod tests {
     use super::super::testing::{self, Standin};
     use super::*;
     use crate::control::message::WireError;
+    use crate::registry::Record;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -297,7 +300,7 @@ mod tests {
     #[test]
     fn what_can_be_stopped_is_and_each_failure_is_reported() {
         let standin = Standin::start(false, testing::ready);
-        let crashed = testing::registration(&standin.facts);
+        let crashed = testing::crashed(&standin.facts);
         let path = standin.facts.directory.join("run/qwen.json");
         crashed.write(&path).expect("registered");
         let output = standin.iloader(&["stop", "--base-dir", "BASE", "none", "qwen", "nothing"]);
@@ -307,6 +310,26 @@ mod tests {
             stderr.contains("there is no cache 'none'") && stderr.contains("there is no cache 'nothing'")
         );
         assert!(stderr.contains("'qwen' had ended already; cleaned up"), "{stderr}");
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_dead_view_that_cannot_be_removed_is_a_failure_and_not_forgotten() {
+        let standin = Standin::start(false, testing::ready);
+        let crashed =
+            Record { view: standin.facts.text("loop/view"), ..testing::registration(&standin.facts) };
+        let path = standin.facts.directory.join("run/qwen.json");
+        crashed.write(&path).expect("registered");
+        // For root, too, there is no way through it.
+        let hindrance = standin.facts.directory.join("loop");
+        std::os::unix::fs::symlink("loop", &hindrance).expect("linked");
+        let output = standin.iloader(&["stop", "--base-dir", "BASE", "qwen"]);
+        assert_eq!(output.status.code(), Some(1));
+        let stderr = testing::text(&output.stderr);
+        assert!(stderr.contains("'qwen' had ended already, but is not cleaned up"), "{stderr}");
+        assert!(path.exists());
+        std::fs::remove_file(hindrance).expect("removed");
+        assert_eq!(standin.iloader(&["stop", "--base-dir", "BASE", "qwen"]).status.code(), Some(0));
         assert!(!path.exists());
     }
 

@@ -174,7 +174,7 @@ mod tests {
     fn a_dead_cache_is_said_to_be_dead_and_cleaned_up() {
         let standin = Standin::start(false, testing::ready);
         let path = standin.facts.directory.join("run/qwen.json");
-        testing::registration(&standin.facts).write(&path).expect("registered");
+        testing::crashed(&standin.facts).write(&path).expect("registered");
         let view = || standin.iloader(&["view", "--base-dir", "BASE", "qwen"]);
         let output = view();
         assert_eq!((output.stdout.is_empty(), output.status.code()), (true, Some(1)));
