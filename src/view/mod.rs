@@ -23,7 +23,7 @@ use crate::registry::dir::{self, Inode, failed};
 use crate::registry::{Lock, Paths, Record};
 use crate::source::DirectoryLink;
 
-pub use place::check_place;
+pub use place::{check_outside, check_place};
 use spot::{ATTEMPTS_MAX, NEW, OLD, Spot};
 pub use standing::{Standing, examine};
 use tree::{Ours, Planned};
