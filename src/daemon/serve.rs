@@ -281,8 +281,12 @@ impl Server {
             }
             (Some(Outcome::Loaded(Ok(loaded))), Phase::Loading) => self.become_ready(loaded),
             (Some(Outcome::Loaded(Err(error))), Phase::Loading) => self.fail(error),
-            // It was done a moment before it was told to give up.
-            (Some(Outcome::Loaded(Ok(loaded))), _) => self.load.release(loaded),
+            // It was done a moment before it was told to give up. There is no read left that may hang, so
+            // that the end waits for the memory, and whoever cancelled hears of it when none is left.
+            (Some(Outcome::Loaded(Ok(loaded))), _) => {
+                self.phase = Phase::Stopping { until: None };
+                self.load.release(loaded);
+            }
             (Some(Outcome::Loaded(Err(_)) | Outcome::Released), _) => {
                 self.phase = Phase::Ended(Ending::Stopped);
             }
