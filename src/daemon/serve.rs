@@ -417,9 +417,14 @@ impl Server {
     }
 
     fn wait(&mut self, from: ConnectionId, wants_progress: bool) {
-        if !matches!(self.phase, Phase::Loading) {
-            let view = self.config.model_dir();
-            return self.answer_when_ready(from, |_| Reply::Ready { view });
+        match self.phase {
+            Phase::Loading => {}
+            Phase::Ready(_) => {
+                return self.listener.reply(from, &Reply::Ready { view: self.config.model_dir() });
+            }
+            Phase::Stopping { .. } | Phase::Ended(_) => {
+                return self.listener.reply(from, &Reply::Stopping { notes: Vec::new() });
+            }
         }
         self.listener.set_waiting(from);
         self.waiters.insert(from, wants_progress);
@@ -546,8 +551,9 @@ impl Server {
             }
         };
         self.phase = Phase::Stopping { until };
-        let name = self.config.name.clone();
-        self.tell_waiters(&Error::new(Kind::NotFound, format!("'{name}' was stopped while it loaded")));
+        for (waiter, _) in std::mem::take(&mut self.waiters) {
+            self.listener.reply(waiter, &Reply::Stopping { notes: Vec::new() });
+        }
         for stop in std::mem::take(&mut self.stops) {
             self.listener.reply(stop.from, &Reply::Stopping { notes: notes.clone() });
         }

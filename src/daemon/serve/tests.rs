@@ -467,8 +467,8 @@ fn a_stop_while_loading_tells_who_waits() {
     waiter.send(Operation::Wait { progress: false }).expect("sent");
     assert_eq!(sandbox.status().state, State::Loading);
     assert_eq!(sandbox.client().request(stop()).expect("stopped"), Reply::Stopping { notes: Vec::new() });
-    let Reply::Error(error) = waiter.next(soon()).expect("an answer") else { panic!("another answer") };
-    assert_eq!(error.kind, Kind::NotFound.name());
+    // Not an error: that is what a load that fails gets, of whatever kind.
+    assert_eq!(waiter.next(soon()).expect("an answer"), Reply::Stopping { notes: Vec::new() });
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.left(), BTreeSet::new());
 }
