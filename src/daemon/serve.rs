@@ -14,12 +14,14 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 
+use crate::budget::limits;
 use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status, WireError};
 use crate::daemon::config::Config;
-use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
-use crate::daemon::listener::{Event, Listener};
+use crate::daemon::leases::{ConnectionId, DESCRIPTORS_PER_LEASE, LEASES_MAX, Leases};
+use crate::daemon::listener::{CONNECTIONS_MAX, Event, Listener};
 use crate::daemon::load::{
     Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work,
 };
@@ -44,6 +46,9 @@ const NOTIFY_EVERY: Duration = Duration::from_secs(10);
 
 /// An error names no more leases than this.
 const LEASES_NAMED_MAX: usize = 5;
+
+/// Descriptors that a ready daemon needs beside those of its segments and clients, with room to spare.
+const DESCRIPTORS_REST: usize = 64;
 
 /// A daemon that listens and is registered, and has not begun.
 #[derive(Debug)]
@@ -312,6 +317,7 @@ impl Server {
         );
         self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
         notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
+        self.make_room_for_clients(loaded.links.len());
         self.phase = Phase::Ready(Resident { loaded, withdraw, progress });
         self.idle_since = Instant::now();
         let ready = Reply::Ready { view: self.config.model_dir() };
@@ -319,6 +325,17 @@ impl Server {
             self.listener.reply(waiter, &ready);
         }
         trim_heap();
+    }
+
+    /// Raises the limit of descriptors to what all the leases and connections take that are admitted, beside
+    /// `published` ones, as far as the hard limit goes. Beyond that clients are refused for want of them.
+    fn make_room_for_clients(&self, published: usize) {
+        let clients = LEASES_MAX * DESCRIPTORS_PER_LEASE + CONNECTIONS_MAX;
+        let needed = (published + clients + DESCRIPTORS_REST) as u64;
+        let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+        if let Err(error) = limits::raise_descriptors(needed.min(most)) {
+            self.log.line(error.message());
+        }
     }
 
     fn fail(&mut self, error: Error) {
