@@ -12,7 +12,7 @@ use super::output;
 use super::target::{self, Standing, Target};
 use crate::control::client::Client;
 use crate::control::frame;
-use crate::control::message::{LeaseInfo, Operation, Reply, Status};
+use crate::control::message::{LeaseInfo, Operation, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{self, Name, lock};
 use crate::sys;
@@ -150,7 +150,23 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         Err(error) => return Err(error),
     }
     wait_for_end(target, &mut client, process)?;
-    Ok(format!("stopped {}: {} of memory given back", target.label(), ByteSize(status.allocated_bytes)))
+    Ok(stopped(target, &status, args.force))
+}
+
+/// What to say of a cache that is gone. How much memory came free is not known: whoever maps a segment keeps it.
+fn stopped(target: &Target, status: &Status, force: bool) -> String {
+    let label = target.label();
+    if status.state != State::Ready {
+        return format!("stopped {label}");
+    }
+    let size = ByteSize(status.allocated_bytes);
+    // Without --force the leases have ended before it.
+    match (status.leases.as_slice(), force) {
+        ([_, ..], true) => {
+            format!("stopped {label} ({size}); readers that still map it keep its memory until they end")
+        }
+        _ => format!("stopped {label} ({size})"),
+    }
 }
 
 fn milliseconds(time: Duration) -> u64 {
@@ -331,6 +347,21 @@ mod tests {
         std::fs::remove_file(hindrance).expect("removed");
         assert_eq!(standin.iloader(&["stop", "--base-dir", "BASE", "qwen"]).status.code(), Some(0));
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_is_said_of_the_memory_is_known() {
+        let facts = Standin::start(true, testing::ready).facts.clone();
+        let target =
+            Target::resolve(None, Some(&facts.directory.join("s")), &BaseArgs::default(), END_TIMEOUT)
+                .expect("a socket is enough");
+        let said = |state, force| stopped(&target, &testing::status(&facts, state), force);
+        assert!(
+            said(State::Ready, true)
+                .ends_with("(4.0 KiB); readers that still map it keep its memory until they end")
+        );
+        assert!(said(State::Ready, false).ends_with(" (4.0 KiB)"));
+        assert!(!said(State::Loading, true).contains("KiB"));
     }
 
     #[test]
