@@ -61,19 +61,22 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
 fn ask_all(targets: &[Target]) -> Vec<Option<Snapshot>> {
     let answers: Vec<Mutex<Option<Snapshot>>> = targets.iter().map(|_| Mutex::new(None)).collect();
     let next = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..ASKED_AT_ONCE.min(targets.len()) {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(target) = targets.get(index) else { break };
-                    let snapshot = Snapshot::of(target).ok();
-                    if let Ok(mut answer) = answers[index].lock() {
-                        *answer = snapshot;
-                    }
-                }
-            });
+    let ask = || {
+        while let Some(index) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|at| *at < targets.len()) {
+            let snapshot = Snapshot::of(&targets[index]).ok();
+            if let Ok(mut answer) = answers[index].lock() {
+                *answer = snapshot;
+            }
         }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..ASKED_AT_ONCE.min(targets.len()) {
+            // Where no thread can be had, this one asks alone.
+            if std::thread::Builder::new().spawn_scoped(scope, ask).is_err() {
+                break;
+            }
+        }
+        ask();
     });
     answers.into_iter().map(|answer| answer.into_inner().unwrap_or(None)).collect()
 }

@@ -96,16 +96,31 @@ fn wait_for_the_other(wanted: &Wanted, deadline: Option<Instant>, interrupt: &mu
 }
 
 fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
-    clean_up(wanted, &lock);
+    let lock = clean_up(wanted, lock)?;
     spawn::spawn(&wanted.config, lock)
 }
 
 /// Removes what a dead daemon of this name left. Whatever can't be removed is met again, with its reason,
 /// by whoever needs its place.
-fn clean_up(wanted: &Wanted, lock: &Lock) {
+///
+/// # Errors
+///
+/// Where a view stays at another place than the new one's: the new registration would take the place of
+/// the only one that tells of it.
+fn clean_up(wanted: &Wanted, lock: Lock) -> Result<Lock> {
     let record = Record::read(&wanted.paths.record).ok().flatten();
-    for line in view::clean_up_crashed(&wanted.paths, record.as_ref(), lock, true) {
-        output::note(&line);
+    let cleaned_up = view::clean_up_crashed(&wanted.paths, record.as_ref(), &lock, true);
+    cleaned_up.lines.iter().for_each(|line| output::note(line));
+    match cleaned_up.view_stays {
+        Some(error) if record.is_some_and(|record| record.view != wanted.config.view) => {
+            lock.remove_and_release()?;
+            Err(error.context(format_args!("cannot clean up after '{}'", wanted.config.name)))
+        }
+        Some(error) => {
+            output::note(error.message());
+            Ok(lock)
+        }
+        None => Ok(lock),
     }
 }
 
@@ -125,6 +140,6 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
         Some(_) => Log::new(spawn::open_log(Path::new(&wanted.config.log_file))?),
         None => Log::standard_error()?,
     };
-    clean_up(wanted, &lock);
+    let lock = clean_up(wanted, lock)?;
     spawn::run_in_foreground(wanted.config.clone(), lock, log)
 }

@@ -12,7 +12,7 @@ use super::output;
 use super::target::{self, Standing, Target};
 use crate::control::client::Client;
 use crate::control::frame;
-use crate::control::message::{LeaseInfo, Operation, Reply, Status};
+use crate::control::message::{LeaseInfo, Operation, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{self, Name, lock};
 use crate::sys;
@@ -122,7 +122,9 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         Standing::Unknown => return Err(target.unknown()),
         Standing::Elsewhere(place) => return Err(target.elsewhere(place)),
         Standing::Dead | Standing::Failed(_) => {
-            let lines = target.clean_up(args.remove_view)?;
+            let lines = target.clean_up(args.remove_view).map_err(|error| {
+                error.context(format_args!("{} had ended already, but is not cleaned up", target.label()))
+            })?;
             return Ok(format!("{} had ended already; cleaned up: {}", target.label(), lines.join(", ")));
         }
         Standing::Alive => {}
@@ -148,7 +150,23 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         Err(error) => return Err(error),
     }
     wait_for_end(target, &mut client, process)?;
-    Ok(format!("stopped {}: {} of memory given back", target.label(), ByteSize(status.allocated_bytes)))
+    Ok(stopped(target, &status, args.force))
+}
+
+/// What to say of a cache that is gone. How much memory came free is not known: whoever maps a segment keeps it.
+fn stopped(target: &Target, status: &Status, force: bool) -> String {
+    let label = target.label();
+    if status.state != State::Ready {
+        return format!("stopped {label}");
+    }
+    let size = ByteSize(status.allocated_bytes);
+    // Without --force the leases have ended before it.
+    match (status.leases.as_slice(), force) {
+        ([_, ..], true) => {
+            format!("stopped {label} ({size}); readers that still map it keep its memory until they end")
+        }
+        _ => format!("stopped {label} ({size})"),
+    }
 }
 
 fn milliseconds(time: Duration) -> u64 {
@@ -239,6 +257,7 @@ mod tests {
     use super::super::testing::{self, Standin};
     use super::*;
     use crate::failure::Failure;
+    use crate::registry::Record;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -297,7 +316,7 @@ mod tests {
     #[test]
     fn what_can_be_stopped_is_and_each_failure_is_reported() {
         let standin = Standin::start(false, testing::ready);
-        let crashed = testing::registration(&standin.facts);
+        let crashed = testing::crashed(&standin.facts);
         let path = standin.facts.directory.join("run/qwen.json");
         crashed.write(&path).expect("registered");
         let output = standin.iloader(&["stop", "--base-dir", "BASE", "none", "qwen", "nothing"]);
@@ -308,6 +327,41 @@ mod tests {
         );
         assert!(stderr.contains("'qwen' had ended already; cleaned up"), "{stderr}");
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_dead_view_that_cannot_be_removed_is_a_failure_and_not_forgotten() {
+        let standin = Standin::start(false, testing::ready);
+        let crashed =
+            Record { view: standin.facts.text("loop/view"), ..testing::registration(&standin.facts) };
+        let path = standin.facts.directory.join("run/qwen.json");
+        crashed.write(&path).expect("registered");
+        // For root, too, there is no way through it.
+        let hindrance = standin.facts.directory.join("loop");
+        std::os::unix::fs::symlink("loop", &hindrance).expect("linked");
+        let output = standin.iloader(&["stop", "--base-dir", "BASE", "qwen"]);
+        assert_eq!(output.status.code(), Some(1));
+        let stderr = testing::text(&output.stderr);
+        assert!(stderr.contains("'qwen' had ended already, but is not cleaned up"), "{stderr}");
+        assert!(path.exists());
+        std::fs::remove_file(hindrance).expect("removed");
+        assert_eq!(standin.iloader(&["stop", "--base-dir", "BASE", "qwen"]).status.code(), Some(0));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_is_said_of_the_memory_is_known() {
+        let facts = Standin::start(true, testing::ready).facts.clone();
+        let target =
+            Target::resolve(None, Some(&facts.directory.join("s")), &BaseArgs::default(), END_TIMEOUT)
+                .expect("a socket is enough");
+        let said = |state, force| stopped(&target, &testing::status(&facts, state), force);
+        assert!(
+            said(State::Ready, true)
+                .ends_with("(4.0 KiB); readers that still map it keep its memory until they end")
+        );
+        assert!(said(State::Ready, false).ends_with(" (4.0 KiB)"));
+        assert!(!said(State::Loading, true).contains("KiB"));
     }
 
     #[test]

@@ -331,7 +331,8 @@ impl Target {
     ///
     /// # Errors
     ///
-    /// [`Kind::InUse`] where somebody else is just starting or cleaning up.
+    /// [`Kind::InUse`] where somebody else is just starting or cleaning up, or the daemon's process is not
+    /// gone yet; others where its view can't be removed. The registration then stays for the next command.
     pub(crate) fn clean_up(&self, remove_view: bool) -> Result<Vec<String>> {
         let Some(registration) = self.registration() else { return Ok(Vec::new()) };
         let paths = &registration.paths;
@@ -342,9 +343,9 @@ impl Target {
         let lock = Lock::try_exclusive(&paths.lock)?.ok_or_else(busy)?;
         // What was read before the lock was taken may be another daemon's by now.
         let record = Record::read(&paths.record).ok().flatten();
-        let lines = view::clean_up_crashed(paths, record.as_ref(), &lock, !remove_view);
+        let cleaned_up = view::clean_up_crashed(paths, record.as_ref(), &lock, !remove_view);
         lock.remove_and_release()?;
-        Ok(lines)
+        cleaned_up.view_stays.map_or(Ok(cleaned_up.lines), Err)
     }
 }
 

@@ -194,6 +194,11 @@ pub(super) fn registration(facts: &Facts) -> Record {
     }
 }
 
+/// The same of one that was killed: no process holds its view any more.
+pub(super) fn crashed(facts: &Facts) -> Record {
+    Record { view: facts.text("views/qwen"), ..registration(facts) }
+}
+
 fn converse(mut stream: UnixStream, facts: &Facts, answers: &Answers, ended: &Sender<()>) {
     let mut decoder = Decoder::new(REQUEST_BYTES_MAX);
     while let Ok(Some(frame)) = frame::read(&mut stream, &mut decoder, None) {

@@ -72,6 +72,7 @@ pub(crate) fn until_ready(target: &Target, deadline: Instant, quiet: bool) -> Re
                     .update(&progress);
             }
             Ok(Reply::Error(error)) => return Err(failed(target, error.into())),
+            Ok(Reply::Stopping { .. }) => return Err(stopped(target)),
             Ok(other) => return Err(target.unexpected(&other)),
             Err(error) if error.kind() == Kind::TimedOut => return Err(timed_out(target, &last)),
             Err(error) if error.kind() == Kind::NotFound => {
@@ -96,10 +97,11 @@ fn ask(target: &Target, deadline: Instant) -> Result<Client> {
 
 /// A load that fails is a failed wait, whatever made it fail.
 fn failed(target: &Target, error: Error) -> Error {
-    match error.kind() {
-        Kind::NotFound => error,
-        _ => error.with_kind(Kind::Failed).context(format!("{} did not become ready", target.label())),
-    }
+    error.with_kind(Kind::Failed).context(format!("{} did not become ready", target.label()))
+}
+
+fn stopped(target: &Target) -> Error {
+    Error::new(Kind::NotFound, format!("{} was stopped", target.label())).hint("start it again")
 }
 
 /// The connection is gone: what became of the cache stands in the registry. `Ok` where it is to be asked
@@ -109,9 +111,7 @@ fn ended(target: &Target, error: Error, deadline: Instant) -> Result<()> {
     Err(match now.standing() {
         Standing::Failed(error) => error,
         Standing::Dead => now.dead(LEFT_FOR_LATER),
-        Standing::Unknown => {
-            Error::new(Kind::NotFound, format!("{} was stopped", target.label())).hint("start it again")
-        }
+        Standing::Unknown => stopped(target),
         Standing::Alive if target.is_registered() && Instant::now() < deadline => {
             std::thread::sleep(ASKED_AGAIN_AFTER);
             return Ok(());
@@ -138,15 +138,17 @@ mod tests {
 
     #[test]
     fn each_end_of_a_wait_has_its_exit_code() {
-        for (kind, code) in [(Kind::SourceChanged, 1), (Kind::NoRoom, 1), (Kind::NotFound, 3)] {
+        for kind in [Kind::SourceChanged, Kind::NoRoom, Kind::NotFound] {
             let standin = Standin::start(true, move |_, _| {
                 vec![Reply::Error(Failure::from(&Error::new(kind, "it went wrong").hint("mend it")))]
             });
             let output = standin.iloader(&["wait", "--base-dir", "BASE", "qwen"]);
-            assert_eq!(output.status.code(), Some(code), "{kind:?}");
+            assert_eq!(output.status.code(), Some(1), "{kind:?}");
             let stderr = testing::text(&output.stderr);
             assert!(stderr.contains("it went wrong\n hint: mend it\n"), "{stderr}");
         }
+        let standin = Standin::start(true, |_, _| vec![Reply::Stopping { notes: Vec::new() }]);
+        assert_eq!(standin.iloader(&["wait", "--base-dir", "BASE", "qwen"]).status.code(), Some(3));
         let standin = Standin::start(true, |_, _| vec![Reply::Progress(Progress::default())]);
         let code = |arguments: &[&str]| standin.iloader(arguments).status.code();
         assert_eq!(code(&["wait", "--timeout", "0.1", "--base-dir", "BASE", "qwen"]), Some(4));
@@ -175,7 +177,7 @@ mod tests {
     fn a_dead_cache_is_said_to_be_dead_and_cleaned_up() {
         let standin = Standin::start(false, testing::ready);
         let path = standin.facts.directory.join("run/qwen.json");
-        testing::registration(&standin.facts).write(&path).expect("registered");
+        testing::crashed(&standin.facts).write(&path).expect("registered");
         let view = || standin.iloader(&["view", "--base-dir", "BASE", "qwen"]);
         let output = view();
         assert_eq!((output.stdout.is_empty(), output.status.code()), (true, Some(1)));

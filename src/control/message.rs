@@ -132,7 +132,7 @@ pub enum Reply {
     },
     /// To `Lease`.
     Leased(Box<Leased>),
-    /// To `Stop` and `Cancel`.
+    /// To `Stop` and `Cancel`, and to `Wait` where the cache is stopped before it is ready.
     Stopping {
         /// What the user should know of the withdrawn view, such as files in it that are not ours.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]

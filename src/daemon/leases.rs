@@ -18,8 +18,11 @@ use crate::sys::peer::{self, Peer};
 /// Which connection a lease came on. Never used twice in the life of a daemon.
 pub type ConnectionId = u64;
 
-/// The most leases at one time. Each takes two descriptors of the daemon.
-pub const LEASES_MAX: usize = 4096;
+/// The most leases at one time.
+pub const LEASES_MAX: usize = 1024;
+
+/// Descriptors of the daemon that a lease takes: its connection, and its process.
+pub const DESCRIPTORS_PER_LEASE: usize = 2;
 
 /// A command line is shown up to this many bytes.
 const COMMAND_BYTES_MAX: usize = 200;

@@ -7,8 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -23,8 +22,9 @@ use crate::control::frame::{self, REPLY_BYTES_MAX};
 use crate::control::message::{Operation, Progress, Reply};
 use crate::daemon::connection::{Connection, REQUEST_TIME_MAX, Received, Role};
 use crate::daemon::leases::{ConnectionId, Process};
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::{Error, Kind, Result};
 use crate::failure::Failure;
+use crate::registry;
 use crate::sys::peer;
 use crate::sys::signals::SignalDescriptor;
 
@@ -448,28 +448,15 @@ fn bind_private(path: &Path) -> Result<(OwnedFd, (u64, u64))> {
         if errno != Errno::ADDRINUSE {
             return Err(failed(&errno.into()));
         }
-        remove_dead_socket(path)?;
+        registry::remove_socket(path).map_err(|error| {
+            error.hint("choose another path with --socket; it may be a cache of another name")
+        })?;
         bind(&socket, &address).map_err(|errno| failed(&errno.into()))?;
     }
     std::fs::set_permissions(path, PermissionsExt::from_mode(0o600)).map_err(|error| failed(&error))?;
     let found = std::fs::symlink_metadata(path).map_err(|error| failed(&error))?;
     listen(&socket, BACKLOG).map_err(|errno| failed(&errno.into()))?;
     Ok((socket, (found.dev(), found.ino())))
-}
-
-fn remove_dead_socket(path: &Path) -> Result<()> {
-    let found = std::fs::symlink_metadata(path).map_err(|error| Error::io("look at", path, &error))?;
-    if !found.file_type().is_socket() {
-        return Err(Error::new(Kind::Failed, format!("{} exists and is no socket", shown(path)))
-            .hint("remove it, or choose another path with --socket"));
-    }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| Error::io("remove the dead socket", path, &error))
-        }
-        _ => Err(Error::new(Kind::InUse, format!("another process listens at {}", shown(path)))
-            .hint("choose another path with --socket; it may be a cache of another name")),
-    }
 }
 
 fn spare_descriptor() -> Option<OwnedFd> {

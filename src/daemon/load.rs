@@ -171,7 +171,9 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Starts `loader` on a thread. It gets a [`Outcome::Loaded`] in the end, also where it panics.
+    /// Starts `loader` on a thread. It gets a [`Outcome::Loaded`] in the end, also where it panics. An error is
+    /// reported after the memory of the load is given back, as [`Outcome::Released`] is: the loader has
+    /// dropped all that it held when it returns or unwinds.
     pub(super) fn start(
         loader: impl FnOnce(&LoadControl) -> Result<Loaded> + Send + 'static,
     ) -> Result<Load> {

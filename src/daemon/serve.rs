@@ -14,12 +14,14 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 
+use crate::budget::limits;
 use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status};
 use crate::daemon::config::Config;
-use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
-use crate::daemon::listener::{Event, Listener};
+use crate::daemon::leases::{ConnectionId, DESCRIPTORS_PER_LEASE, LEASES_MAX, Leases};
+use crate::daemon::listener::{CONNECTIONS_MAX, Event, Listener};
 use crate::daemon::load::{
     Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work,
 };
@@ -45,6 +47,9 @@ const NOTIFY_EVERY: Duration = Duration::from_secs(10);
 
 /// An error names no more leases than this.
 const LEASES_NAMED_MAX: usize = 5;
+
+/// Descriptors that a ready daemon needs beside those of its segments and clients, with room to spare.
+const DESCRIPTORS_REST: usize = 64;
 
 /// A daemon that listens and is registered, and has not begun.
 #[derive(Debug)]
@@ -282,8 +287,12 @@ impl Server {
             }
             (Some(Outcome::Loaded(Ok(loaded))), Phase::Loading) => self.become_ready(loaded),
             (Some(Outcome::Loaded(Err(error))), Phase::Loading) => self.fail(error),
-            // It was done a moment before it was told to give up.
-            (Some(Outcome::Loaded(Ok(loaded))), _) => self.load.release(loaded),
+            // It was done a moment before it was told to give up. There is no read left that may hang, so
+            // that the end waits for the memory, and whoever cancelled hears of it when none is left.
+            (Some(Outcome::Loaded(Ok(loaded))), _) => {
+                self.phase = Phase::Stopping { until: None };
+                self.load.release(loaded);
+            }
             (Some(Outcome::Loaded(Err(_)) | Outcome::Released), _) => {
                 self.phase = Phase::Ended(Ending::Stopped);
             }
@@ -309,6 +318,7 @@ impl Server {
         );
         self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
         notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
+        self.make_room_for_clients(loaded.links.len());
         self.phase = Phase::Ready(Resident { loaded, withdraw, progress });
         self.idle_since = Instant::now();
         let ready = Reply::Ready { view: self.config.model_dir() };
@@ -316,6 +326,17 @@ impl Server {
             self.listener.reply(waiter, &ready);
         }
         trim_heap();
+    }
+
+    /// Raises the limit of descriptors to what all the leases and connections take that are admitted, beside
+    /// `published` ones, as far as the hard limit goes. Beyond that clients are refused for want of them.
+    fn make_room_for_clients(&self, published: usize) {
+        let clients = LEASES_MAX * DESCRIPTORS_PER_LEASE + CONNECTIONS_MAX;
+        let needed = (published + clients + DESCRIPTORS_REST) as u64;
+        let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+        if let Err(error) = limits::raise_descriptors(needed.min(most)) {
+            self.log.line(error.message());
+        }
     }
 
     fn fail(&mut self, error: Error) {
@@ -414,9 +435,14 @@ impl Server {
     }
 
     fn wait(&mut self, from: ConnectionId, wants_progress: bool) {
-        if !matches!(self.phase, Phase::Loading) {
-            let view = self.config.model_dir();
-            return self.answer_when_ready(from, |_| Reply::Ready { view });
+        match self.phase {
+            Phase::Loading => {}
+            Phase::Ready(_) => {
+                return self.listener.reply(from, &Reply::Ready { view: self.config.model_dir() });
+            }
+            Phase::Stopping { .. } | Phase::Ended(_) => {
+                return self.listener.reply(from, &Reply::Stopping { notes: Vec::new() });
+            }
         }
         self.listener.set_waiting(from);
         self.waiters.insert(from, wants_progress);
@@ -543,8 +569,9 @@ impl Server {
             }
         };
         self.phase = Phase::Stopping { until };
-        let name = self.config.name.clone();
-        self.tell_waiters(&Error::new(Kind::NotFound, format!("'{name}' was stopped while it loaded")));
+        for (waiter, _) in std::mem::take(&mut self.waiters) {
+            self.listener.reply(waiter, &Reply::Stopping { notes: Vec::new() });
+        }
         for stop in std::mem::take(&mut self.stops) {
             self.listener.reply(stop.from, &Reply::Stopping { notes: notes.clone() });
         }

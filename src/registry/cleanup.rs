@@ -15,27 +15,41 @@ use super::dir::{self, failed};
 use super::{Lock, Paths, Record};
 use crate::error::{Error, Kind, Result, shown};
 
-/// Removes what a daemon that ended without an orderly end left in files: socket, pid file, half-written
-/// registrations and, last, the registration, so that an interrupted clean-up is taken up again. The view
-/// comes before that and is `view`'s to remove; the lock file stays for its holder.
+/// Removes what a daemon that ended without an orderly end left in files beside its registration: socket, pid
+/// file, half-written registrations. The view comes before that and is `view`'s to remove, the registration
+/// last ([`clean_up_registration`]); the lock file stays for its holder.
 ///
 /// `held` is the name's lock, held by the caller. `record` is what was registered, where it can be read.
 /// Returns a line for each thing removed and each left alone.
-pub fn clean_up_dead(paths: &Paths, record: Option<&Record>, held: &Lock) -> Vec<String> {
+pub fn clean_up_files(paths: &Paths, record: Option<&Record>, held: &Lock) -> Vec<String> {
     assert_eq!(held.path(), paths.lock, "a clean-up holds the lock of its name");
     let socket = record.map_or(paths.socket.as_path(), |record| Path::new(&record.socket));
     let pid_file = record.map_or(paths.pid_file.as_path(), |record| Path::new(&record.pid_file));
-    let mut lines = Vec::new();
-    let mut note = |what: &str, path: &Path, removed: Result<bool>| match removed {
-        Ok(true) => lines.push(format!("removed the {what} {}", shown(path))),
-        Ok(false) => {}
-        Err(error) => lines.push(error.message().to_owned()),
-    };
-    note("socket", socket, remove_socket(socket));
-    note("pid file", pid_file, remove_pid_file(pid_file, record.map(|record| record.pid)));
-    note("half-written registrations in", &paths.record, remove_temporary_records(&paths.record));
-    note("registration", &paths.record, remove_record(&paths.record));
-    lines
+    let half_written = remove_temporary_records(&paths.record);
+    [
+        told("socket", socket, remove_socket(socket)),
+        told("pid file", pid_file, remove_pid_file(pid_file, record.map(|record| record.pid))),
+        told("half-written registrations in", &paths.record, half_written),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// Removes the registration of a dead daemon: the end of a clean-up, so that an interrupted one is taken up
+/// again. `held` is the name's lock, held by the caller. Returns a line where it was removed or left alone.
+pub fn clean_up_registration(paths: &Paths, held: &Lock) -> Option<String> {
+    assert_eq!(held.path(), paths.lock, "a clean-up holds the lock of its name");
+    told("registration", &paths.record, remove_record(&paths.record))
+}
+
+/// The line for what was removed, or left alone; none where there was nothing.
+fn told(what: &str, path: &Path, removed: Result<bool>) -> Option<String> {
+    match removed {
+        Ok(true) => Some(format!("removed the {what} {}", shown(path))),
+        Ok(false) => None,
+        Err(error) => Some(error.message().to_owned()),
+    }
 }
 
 /// Removes a socket of ours that nobody listens on; `false` where there is none.
@@ -197,6 +211,12 @@ mod tests {
         }
     }
 
+    fn clean_up(paths: &Paths, record: Option<&Record>, lock: &Lock) -> Vec<String> {
+        let mut lines = clean_up_files(paths, record, lock);
+        lines.extend(clean_up_registration(paths, lock));
+        lines
+    }
+
     #[test]
     fn what_a_killed_daemon_left_goes_and_is_named() {
         let (home, paths) = base();
@@ -208,13 +228,13 @@ mod tests {
         std::fs::write(run.join(".n.json.0123456789abcdef.tmp"), "{").unwrap();
         std::fs::write(run.join("quota"), "foreign").unwrap();
         let lock = Lock::try_exclusive(&paths.lock).unwrap().unwrap();
-        let lines = clean_up_dead(&paths, Some(&record), &lock);
+        let lines = clean_up(&paths, Some(&record), &lock);
         assert_eq!(lines.len(), 4, "{lines:?}");
         assert!(lines.iter().all(|line| line.starts_with("removed the")), "{lines:?}");
         let mut left: Vec<_> = std::fs::read_dir(&run).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, ["n.lock", "quota"]);
-        assert_eq!(clean_up_dead(&paths, Some(&record), &lock), [""; 0]);
+        assert_eq!(clean_up(&paths, Some(&record), &lock), [""; 0]);
     }
 
     #[test]
@@ -226,7 +246,7 @@ mod tests {
         symlink(&precious, &paths.pid_file).unwrap();
         symlink(&precious, &paths.record).unwrap();
         let lock = Lock::try_exclusive(&paths.lock).unwrap().unwrap();
-        let lines = clean_up_dead(&paths, None, &lock);
+        let lines = clean_up(&paths, None, &lock);
         assert_eq!(lines.len(), 3, "{lines:?}");
         assert!(lines.iter().all(|line| line.contains("is left alone")), "{lines:?}");
         assert_eq!(std::fs::read(&precious).unwrap(), b"words");

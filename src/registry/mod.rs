@@ -16,7 +16,7 @@ pub mod record;
 pub(crate) mod testing;
 
 pub use base_dir::{BaseDir, Environment};
-pub use cleanup::{clean_up_dead, remove_pid_file, remove_socket, write_pid_file};
+pub use cleanup::{clean_up_files, clean_up_registration, remove_pid_file, remove_socket, write_pid_file};
 pub use lock::Lock;
 pub use name::Name;
 pub use paths::{Paths, SOCKET_PATH_BYTES_MAX, check_socket_path};

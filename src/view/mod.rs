@@ -23,7 +23,7 @@ use crate::registry::dir::{self, Inode, failed};
 use crate::registry::{Lock, Paths, Record};
 use crate::source::DirectoryLink;
 
-pub use place::check_place;
+pub use place::{check_outside, check_place};
 use spot::{ATTEMPTS_MAX, NEW, OLD, Spot};
 pub use standing::{Standing, examine, process_of};
 use tree::{Ours, Planned};
@@ -203,18 +203,33 @@ fn withdraw_from(spot: &Spot, view: &View, remove: bool) -> Result<Withdrawn> {
     Ok(Withdrawn { strange, strange_at: Some(strange_at), was_gone: false })
 }
 
-/// Removes a dead view of ours. Its directory stays, empty, where `keep_empty_directory`. Returns whether
-/// there was one: nothing and an empty directory are left as they are.
+/// Withdraws what the daemon with the pid `daemon` published at `at`, once it is dead; nobody knows its pid
+/// where that is `None`. Its directory stays, empty, where `keep_empty_directory`. Returns what there is to
+/// know: nothing where there is nothing or an empty directory. What is not that daemon's any more stays.
 ///
 /// # Errors
 ///
-/// [`Kind::InUse`] where the view lives; [`Kind::Failed`] where something else stands there, or it cannot
-/// be removed.
-pub fn remove_dead(at: &Path, keep_empty_directory: bool) -> Result<bool> {
-    let Some(spot) = Spot::find(at)? else { return Ok(false) };
+/// Where its view stands on, and may go later: [`Kind::InUse`] while its process is not gone, others where
+/// the place cannot be looked at or written.
+fn withdraw_crashed(at: &Path, daemon: Option<i32>, keep_empty_directory: bool) -> Result<Option<String>> {
+    let Some(spot) = Spot::find(at)? else { return Ok(None) };
+    let is_its = |pid: u32| daemon.is_none_or(|daemon| i32::try_from(pid) == Ok(daemon));
     match standing::stand(&spot)? {
-        (Standing::Dead { .. }, Some(dead)) => take_dead_away(&spot, dead, keep_empty_directory),
-        (standing, _) => refuse_what_stands(&spot, standing).map(|()| false),
+        (Standing::Dead { .. }, Some(dead)) => {
+            let aside = spot.take_aside(dead, keep_empty_directory)?;
+            // What stays of it now stays under another name, for its reason, and is a matter for the user.
+            let discarded = |aside| match discard(&spot, aside) {
+                Ok(()) => format!("withdrew the dead view {}", shown(at)),
+                Err(error) => error.message().to_owned(),
+            };
+            Ok(aside.as_deref().map(discarded))
+        }
+        (Standing::Live { pid }, _) if is_its(pid) => {
+            let error = format!("the view {} stays: its daemon, process {pid}, is not gone yet", shown(at));
+            Err(Error::new(Kind::InUse, error)
+                .hint("a killed process may need time to free its memory: try again in a moment"))
+        }
+        (standing, _) => Ok(refuse_what_stands(&spot, standing).err().map(|e| e.message().to_owned())),
     }
 }
 
@@ -302,27 +317,39 @@ fn wait_for_the_dying(at: &Path, daemon: i32) {
     }
 }
 
+/// What [`clean_up_crashed`] came to.
+#[derive(Debug)]
+pub struct CleanedUp {
+    /// A line for each thing removed and each left alone.
+    pub lines: Vec<String>,
+    /// Why the view still stands although it is the dead daemon's. The registration then stays too: it is
+    /// all that tells of a view at a place of its own, and has the next command take the clean-up up again.
+    pub view_stays: Option<Error>,
+}
+
 /// Cleans up after a daemon that ended without an orderly end: its view, then its files, the registration
 /// last, so that a clean-up that is itself interrupted is taken up again.
 ///
 /// `held` is the name's lock, held by the caller; `record` what was registered, where it can be read.
-/// The view's directory stays, empty, where `keep_view_directory`. Returns a line for each thing removed
-/// and each left alone.
+/// The view's directory stays, empty, where `keep_view_directory`.
 pub fn clean_up_crashed(
     paths: &Paths,
     record: Option<&Record>,
     held: &Lock,
     keep_view_directory: bool,
-) -> Vec<String> {
+) -> CleanedUp {
     let at = record.map_or(paths.view.as_path(), |record| Path::new(&record.view));
     record.iter().for_each(|record| wait_for_the_dying(at, record.pid));
-    let mut lines = Vec::new();
-    match remove_dead(at, keep_view_directory) {
-        Ok(true) => lines.push(format!("withdrew the dead view {}", shown(at))),
-        Ok(false) => {}
-        Err(error) => lines.push(error.message().to_owned()),
-    }
+    let withdrawn = withdraw_crashed(at, record.map(|record| record.pid), keep_view_directory);
+    let (told, view_stays) = match withdrawn {
+        Ok(told) => (told, None),
+        Err(error) => (None, Some(error)),
+    };
+    let mut lines: Vec<String> = told.into_iter().collect();
     lines.extend(remove_leftovers(at, held));
-    lines.extend(crate::registry::clean_up_dead(paths, record, held));
-    lines
+    lines.extend(crate::registry::clean_up_files(paths, record, held));
+    if view_stays.is_none() {
+        lines.extend(crate::registry::clean_up_registration(paths, held));
+    }
+    CleanedUp { lines, view_stays }
 }

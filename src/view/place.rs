@@ -1,4 +1,4 @@
-//! Whether a view may stand at a path, seen from its source.
+//! Whether a view, or another thing that a cache makes, may stand at a path, seen from its source.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -14,21 +14,42 @@ use crate::registry::dir::Inode;
 ///
 /// [`Kind::Usage`] where the two overlap; others where a path cannot be resolved.
 pub fn check_place(view: &Path, source: &Path) -> Result<()> {
-    let source =
-        std::fs::canonicalize(source).map_err(|cause| Error::io("resolve the source", source, &cause))?;
-    let resolved = resolve(view)?;
-    if resolved.starts_with(&source) || any_ancestor_is(&resolved, &source) {
-        return Err(refused(view, "inside", &source));
+    let source = resolve_source(source)?;
+    let resolved = resolve(view, "--view")?;
+    if is_inside(&resolved, &source) {
+        return Err(refused(view, "--view", "inside", &source));
     }
-    if source.starts_with(&resolved) || any_ancestor_is(&source, &resolved) {
-        return Err(refused(view, "around", &source));
+    if is_inside(&source, &resolved) {
+        return Err(refused(view, "--view", "around", &source));
     }
     Ok(())
 }
 
-fn refused(view: &Path, how: &str, source: &Path) -> Error {
-    let error = format!("the view {} would be {how} the source {}", shown(view), shown(source));
-    Error::new(Kind::Usage, error).hint("choose a --view apart from it")
+/// Refuses anything else that a cache makes, named by `option`, inside the source. Around it is no harm: a
+/// source may well stand in BASE. Seen through links and bind mounts, and it need not exist, as a view.
+///
+/// # Errors
+///
+/// As [`check_place`].
+pub fn check_outside(path: &Path, option: &str, source: &Path) -> Result<()> {
+    let source = resolve_source(source)?;
+    if is_inside(&resolve(path, option)?, &source) {
+        return Err(refused(path, option, "inside", &source));
+    }
+    Ok(())
+}
+
+fn resolve_source(source: &Path) -> Result<PathBuf> {
+    std::fs::canonicalize(source).map_err(|cause| Error::io("resolve the source", source, &cause))
+}
+
+fn is_inside(path: &Path, directory: &Path) -> bool {
+    path.starts_with(directory) || any_ancestor_is(path, directory)
+}
+
+fn refused(path: &Path, option: &str, how: &str, source: &Path) -> Error {
+    let error = format!("{option} {} would be {how} the source {}", shown(path), shown(source));
+    Error::new(Kind::Usage, error).hint(format!("choose another {option}, apart from it"))
 }
 
 /// Whether `path` or a directory above it is the same directory as `other`, by whatever path.
@@ -38,12 +59,12 @@ fn any_ancestor_is(path: &Path, other: &Path) -> bool {
     path.ancestors().any(|ancestor| inode(ancestor) == Some(other))
 }
 
-/// The view's path with its existing parents resolved through links. Its last part is not: a link there
-/// is never followed.
-fn resolve(view: &Path) -> Result<PathBuf> {
-    let (Some(parent), Some(name)) = (view.parent(), view.file_name()) else {
-        let error = format!("{} cannot be a view: it does not end in a name", shown(view));
-        return Err(Error::new(Kind::Usage, error).hint("choose another --view"));
+/// The path that `option` names with its existing parents resolved through links. Its last part is not: a
+/// link there is never followed for a view.
+fn resolve(path: &Path, option: &str) -> Result<PathBuf> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        let error = format!("{option} {} does not end in a name", shown(path));
+        return Err(Error::new(Kind::Usage, error).hint(format!("choose another {option}")));
     };
     for existing in parent.ancestors() {
         let missing = parent.strip_prefix(existing).unwrap_or(Path::new(""));
@@ -52,14 +73,14 @@ fn resolve(view: &Path) -> Result<PathBuf> {
                 return Ok(resolved.join(missing).join(name));
             }
             Ok(_) => {
-                let error = format!("{} goes up from a directory that does not exist", shown(view));
-                return Err(Error::new(Kind::Usage, error).hint("write --view without '..'"));
+                let error = format!("{option} {} goes up from a directory that does not exist", shown(path));
+                return Err(Error::new(Kind::Usage, error).hint(format!("write {option} without '..'")));
             }
             Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => {}
-            Err(cause) => return Err(Error::io("resolve the view", existing, &cause)),
+            Err(cause) => return Err(Error::io("look at", existing, &cause)),
         }
     }
-    Err(Error::new(Kind::Usage, format!("{} is not an absolute path", shown(view))))
+    Err(Error::new(Kind::Usage, format!("{option} {} is not an absolute path", shown(path))))
 }
 
 #[cfg(test)]
@@ -92,6 +113,12 @@ mod tests {
         assert!(check_place(Path::new("/"), &at("models/m")).is_err());
         for fine in ["models/m2", "views/m", "models/view", "m/models/m", "models/m.view"] {
             check_place(&at(fine), &at("models/m")).unwrap();
+        }
+        check_outside(&at("models/run"), "--base-dir", &at("models/m")).unwrap();
+        for inside in ["models/m/log", "link/new/log", "up/m/sub/log"] {
+            let error = check_outside(&at(inside), "--log-file", &at("models/m")).unwrap_err();
+            assert_eq!(error.kind(), Kind::Usage);
+            assert!(error.message().starts_with("--log-file") && error.message().contains("inside"));
         }
         assert_eq!(check_place(&at("v"), &at("absent")).unwrap_err().kind(), Kind::NotFound);
     }

@@ -43,7 +43,7 @@ impl Spot {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         match fs::openat(CWD, parent, flags, Mode::empty()) {
             Ok(opened) => Ok(Some(Spot::new(opened, name, at))),
-            Err(Errno::NOENT) => Ok(None),
+            Err(Errno::NOENT | Errno::NOTDIR) => Ok(None),
             Err(errno) => Err(failed("open the directory", parent)(errno)),
         }
     }

@@ -357,19 +357,23 @@ fn a_process_that_only_has_the_pid_is_no_daemon() {
 fn dead_views_are_removed_and_nothing_else_is() {
     let home = Home::new();
     let at = home.at("view");
-    assert!(!remove_dead(&home.at("no/parent"), true).unwrap());
-    assert!(!remove_dead(&at, true).unwrap());
+    assert_eq!(withdraw_crashed(&home.at("no/parent"), None, true).unwrap(), None);
+    assert_eq!(withdraw_crashed(&at, None, true).unwrap(), None);
     assert_eq!(examine(&at).unwrap(), Standing::Absent);
     let dead = dead_link();
     for keep in [true, false] {
         drop(View::publish(&at, None, &links(&dead, &["a", "sub/b"]), &[]).unwrap());
-        assert!(remove_dead(&at, keep).unwrap());
+        assert!(withdraw_crashed(&at, None, keep).unwrap().unwrap().starts_with("withdrew the dead view"));
         assert_eq!(examine(&at).unwrap(), if keep { Standing::Empty } else { Standing::Absent });
-        assert!(!remove_dead(&at, keep).unwrap());
+        assert_eq!(withdraw_crashed(&at, None, keep).unwrap(), None);
     }
     let (_segment, target) = segment();
     drop(View::publish(&at, None, &links(&target, &["a"]), &[]).unwrap());
-    assert_eq!(remove_dead(&at, false).unwrap_err().kind(), Kind::InUse);
+    for its_daemon in [None, i32::try_from(std::process::id()).ok()] {
+        assert_eq!(withdraw_crashed(&at, its_daemon, false).unwrap_err().kind(), Kind::InUse);
+    }
+    // Another cache has taken the place, which is no matter of the dead one's any more.
+    assert!(withdraw_crashed(&at, Some(1), false).unwrap().unwrap().contains("is in use"));
     assert_eq!(names_in(&at), ["a"]);
 }
 
@@ -439,12 +443,13 @@ fn a_crashed_cache_is_cleaned_up_as_a_whole() {
     record.write(&paths.record).unwrap();
     drop(View::publish(&view, None, &links(&dead_link(), &["a"]), &[]).unwrap());
     drop(std::os::unix::net::UnixListener::bind(&paths.socket).unwrap());
-    let lines = clean_up_crashed(&paths, Some(&record), &lock, true);
+    let CleanedUp { lines, view_stays } = clean_up_crashed(&paths, Some(&record), &lock, true);
+    assert!(view_stays.is_none(), "{view_stays:?}");
     assert_eq!(lines.len(), 3, "{lines:?}");
     assert!(lines[0].starts_with("withdrew the dead view"), "{lines:?}");
     assert_eq!(examine(&view).unwrap(), Standing::Empty);
     assert_eq!(names_in(&home.at("base/run")), ["n.lock"]);
-    assert_eq!(clean_up_crashed(&paths, Some(&record), &lock, true), [""; 0]);
+    assert_eq!(clean_up_crashed(&paths, Some(&record), &lock, true).lines, [""; 0]);
 }
 
 #[test]

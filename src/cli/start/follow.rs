@@ -117,6 +117,11 @@ impl Follow {
                     let _ = self.client.wait_for_end(Some(Instant::now() + END_MAX));
                     return Err(error.into());
                 }
+                Ok(Reply::Stopping { .. }) => {
+                    let _ = self.client.wait_for_end(Some(Instant::now() + END_MAX));
+                    let message = format!("'{}' was stopped while it loaded", wanted.config.name);
+                    return Err(Error::new(Kind::NotFound, message).hint("start it again"));
+                }
                 Ok(_) => return Err(Error::new(Kind::Failed, "the daemon answered out of turn")),
                 Err(error) if error.kind() == Kind::TimedOut => {
                     if interrupt.has_come() {

@@ -40,19 +40,17 @@ impl Wanted {
             .map_err(|error| error.context(format_args!("cannot start '{}'", args.name)))?;
         let environment = Environment::of_process();
         let model = hub::resolve(&args.model_dir)?;
+        // Nothing is made, BASE included, before it is known that none of it falls into the source.
+        let found = BaseDir::find(args.base.base_dir.as_deref(), &environment)?;
+        Places::of(args, &environment, &found)?.check(args, &found, &model.root)?;
         let base = BaseDir::prepare(args.base.base_dir.as_deref(), &environment)?;
         if let Some(reason) = base.fallback_reason() {
             output::note(&format!("using {} for caches: {reason}", shown(base.path())));
         }
-        let paths = base.paths(&args.name);
-        let place = |given: &Option<PathBuf>, default: &Path, option: &str| match given {
-            Some(path) => environment.absolute(path, option),
-            None => Ok(default.to_owned()),
-        };
-        let socket = place(&args.socket, &paths.socket, "--socket")?;
-        check_socket_path(&socket, &args.name)?;
-        let view = place(&args.view, &paths.view, "--view")?;
-        view::check_place(&view, &model.root)?;
+        // It is another one where the default can't be created after all.
+        let places = Places::of(args, &environment, &base)?;
+        places.check(args, &base, &model.root)?;
+        let Places { socket, pid_file, log_file, view } = places;
         let selection = source::select(&model.root, &args.selection.rules())?;
         for warning in &selection.warnings {
             output::warn(warning);
@@ -61,8 +59,8 @@ impl Wanted {
             name: args.name.to_string(),
             base: text(base.path(), "the runtime directory")?,
             socket: text(&socket, "--socket")?,
-            pid_file: text(&place(&args.pid_file, &paths.pid_file, "--pid-file")?, "--pid-file")?,
-            log_file: log_file(args, &place(&args.log_file, &paths.log_file, "--log-file")?)?,
+            pid_file: text(&pid_file, "--pid-file")?,
+            log_file: self::log_file(args, &log_file)?,
             view: text(&view, "--view")?,
             kept_dirname: args.keep_dirname.then_some(model.label),
             source: text(&selection.root, "the model directory")?,
@@ -75,12 +73,48 @@ impl Wanted {
             identity: String::new(),
             settings: BTreeMap::new(),
         };
+        let paths = base.paths(&args.name);
         Ok(Wanted { base, paths, config: identified(config, &selection), selection })
     }
 
     /// Connects to a daemon of this cache.
     pub(super) fn connect(&self, socket: &Path) -> Result<Client> {
         Client::connect(socket, ANSWER_TIMEOUT)
+    }
+}
+
+/// Where the things of the cache are to be, absolute.
+struct Places {
+    socket: PathBuf,
+    pid_file: PathBuf,
+    log_file: PathBuf,
+    view: PathBuf,
+}
+
+impl Places {
+    fn of(args: &StartArgs, environment: &Environment, base: &BaseDir) -> Result<Places> {
+        let paths = base.paths(&args.name);
+        let place = |given: &Option<PathBuf>, default: PathBuf, option: &str| match given {
+            Some(path) => environment.absolute(path, option),
+            None => Ok(default),
+        };
+        Ok(Places {
+            socket: place(&args.socket, paths.socket, "--socket")?,
+            pid_file: place(&args.pid_file, paths.pid_file, "--pid-file")?,
+            log_file: place(&args.log_file, paths.log_file, "--log-file")?,
+            view: place(&args.view, paths.view, "--view")?,
+        })
+    }
+
+    /// Refuses what would be written into the source, and a socket path that is too long.
+    fn check(&self, args: &StartArgs, base: &BaseDir, source: &Path) -> Result<()> {
+        // What is made in BASE tells more than BASE itself, which may be a link.
+        view::check_outside(&base.run_dir(), "--base-dir", source)?;
+        view::check_outside(&self.socket, "--socket", source)?;
+        view::check_outside(&self.pid_file, "--pid-file", source)?;
+        view::check_outside(&self.log_file, "--log-file", source)?;
+        view::check_place(&self.view, source)?;
+        check_socket_path(&self.socket, &args.name)
     }
 }
 
@@ -233,11 +267,17 @@ mod tests {
         std::fs::create_dir(&model).expect("made");
         std::fs::write(model.join("config.json"), "{}").expect("written");
         let kind = |more: &[&str]| wanted(&model, &base, more).expect_err("refused").kind();
-        let inside = model.join("view");
-        assert_eq!(kind(&["--view", inside.to_str().expect("UTF-8")]), Kind::Usage);
+        let inside = model.join("inside");
+        for option in ["--view", "--socket", "--pid-file", "--log-file"] {
+            assert_eq!(kind(&[option, inside.to_str().expect("UTF-8")]), Kind::Usage, "{option}");
+        }
+        for base in [&model, &inside] {
+            assert_eq!(wanted(&model, base, &[]).expect_err("refused").kind(), Kind::Usage);
+        }
         assert_eq!(kind(&["--view", home.path().to_str().expect("UTF-8")]), Kind::Usage);
         assert_eq!(kind(&["--socket", &format!("/{}", "s".repeat(107))]), Kind::Usage);
         assert_eq!(kind(&["--log-file", "~/log"]), Kind::Usage);
+        assert!(!base.exists() && std::fs::read_dir(&model).expect("read").count() == 1, "nothing is made");
         for line in [
             "--workers 0",
             "--workers 100000",
