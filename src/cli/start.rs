@@ -47,6 +47,7 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
         match running::look(wanted)? {
             Running::Same { client, status } => {
                 running::note_other_tuning(wanted, &status);
+                running::note_other_socket(wanted, &status);
                 match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {
                     // It was stopped between the two questions.
                     Err(error) if error.kind() == Kind::NotFound => {}

@@ -191,7 +191,6 @@ fn settings(config: &Config, selection: &Selection) -> BTreeMap<String, String> 
         ("--also-exclude", globs(also_exclude)),
         ("--passthrough", globs(passthrough)),
         ("view", shown(config.model_dir())),
-        ("--socket", shown(&config.socket)),
         ("--backing", config.tuning.backing.clone()),
         ("--max-memory-bytes", cap),
         ("--idle-ttl", ttl),
@@ -234,6 +233,7 @@ mod tests {
             &["--engine", "threads"],
             &["--force", "--quiet", "--wait-timeout", "1"],
             &["--no-wait"],
+            &["--socket", "/elsewhere/socket"],
             &["--max-memory-fraction", "0.5", "--reserve-bytes", "0"],
         ] {
             assert_eq!(identity(same), plain, "{same:?}");
