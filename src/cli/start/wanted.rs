@@ -295,5 +295,11 @@ mod tests {
             let words = ["start", "m", "--name", "n"].into_iter().chain(line.split(' '));
             assert!(Line::try_parse_from(words).is_err(), "{line}");
         }
+        // A number below zero is a wrong value, and no option that nobody knows.
+        for option in ["--wait-timeout", "--idle-ttl", "--workers", "--chunk-size", "--max-memory-fraction"] {
+            let words = ["start", "m", "--name", "n", option, "-1"];
+            let error = Line::try_parse_from(words).err().expect("refused").to_string();
+            assert!(error.contains("'-1'") && error.contains(option), "{error}");
+        }
     }
 }
