@@ -88,7 +88,7 @@ pub(crate) struct TargetArgs {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TimeoutArgs {
     /// How many seconds to wait for the daemon's answer
-    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "5", value_parser = seconds)]
     pub(crate) timeout: Duration,
 }
 

@@ -32,7 +32,7 @@ pub(crate) struct ListArgs {
     #[command(flatten)]
     base: BaseArgs,
     /// How many seconds each daemon has to answer
-    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = args::seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "1", value_parser = args::seconds)]
     timeout: Duration,
     /// Print JSON
     #[arg(long)]

@@ -52,7 +52,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// How many seconds to wait for a cache that is still loading
-    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = args::seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "600", value_parser = args::seconds)]
     wait_timeout: Duration,
     /// The cache's name
     #[arg(value_name = "NAME", value_parser = args::name())]

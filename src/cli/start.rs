@@ -47,6 +47,7 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
         match running::look(wanted)? {
             Running::Same { client, status } => {
                 running::note_other_tuning(wanted, &status);
+                running::note_other_socket(wanted, &status);
                 match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {
                     // It was stopped between the two questions.
                     Err(error) if error.kind() == Kind::NotFound => {}
@@ -133,12 +134,13 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
     if let Running::Same { status, .. } = running::look(wanted)? {
         return already(format!("'{name}' runs already, as process {}", status.pid));
     }
-    let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? else {
-        return already(format!("another command is starting or ending '{name}'"));
-    };
+    // Before the lock is taken, whose file would stay where the log can't be had.
     let log = match &args.log_file {
         Some(_) => Log::new(spawn::open_log(Path::new(&wanted.config.log_file))?),
         None => Log::standard_error()?,
+    };
+    let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? else {
+        return already(format!("another command is starting or ending '{name}'"));
     };
     let lock = clean_up(wanted, lock)?;
     spawn::run_in_foreground(wanted.config.clone(), lock, log)

@@ -67,7 +67,7 @@ pub(crate) struct StopArgs {
     #[arg(long)]
     force: bool,
     /// Wait for the leases to end, SECONDS at the most [default: refuse at once; without SECONDS: no limit]
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, value_parser = args::seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, num_args = 0..=1, require_equals = true, value_parser = args::seconds)]
     wait: Option<Option<Duration>>,
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct ViewArgs {
     #[command(flatten)]
     target: TargetArgs,
     /// How many seconds to wait for readiness
-    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = args::seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "5", value_parser = args::seconds)]
     timeout: Duration,
 }
 

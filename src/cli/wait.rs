@@ -34,7 +34,7 @@ pub(crate) struct WaitArgs {
     #[command(flatten)]
     target: TargetArgs,
     /// How many seconds to wait
-    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = args::seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "600", value_parser = args::seconds)]
     timeout: Duration,
     /// Show no progress
     #[arg(long)]

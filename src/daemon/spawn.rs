@@ -248,8 +248,23 @@ fn tell_and_close(frame: &[u8]) -> Result<()> {
 }
 
 /// Is the daemon in this process, for `start --foreground`. Log lines go to `log`. Returns when the cache has
-/// ended. The caller's streams, session and environment stay.
+/// ended. The caller's streams, session and environment stay. `lock` is the name's, held, and let go of in any case.
 pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
+    let signals = match settle_in_foreground() {
+        Ok(signals) => signals,
+        Err(error) => {
+            // The first error is the one to tell.
+            let _ = lock.remove_and_release();
+            return Err(error);
+        }
+    };
+    let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
+    let work = preload::work(&config);
+    serve(Start { config, listener, registered, log, work })
+}
+
+/// Makes this process one that can be the daemon.
+fn settle_in_foreground() -> Result<SignalDescriptor> {
     signals::ignore(libc::SIGXFSZ);
     // What the caller ignores stays ignored: nohup keeps a service alive when its terminal goes.
     let wanted: Vec<i32> = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP]
@@ -260,7 +275,5 @@ pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
     chdir("/").map_err(|errno| Error::os("leave the working directory", &errno.into()))?;
     umask(Mode::RWXG | Mode::RWXO);
     stay_readable();
-    let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
-    let work = preload::work(&config);
-    serve(Start { config, listener, registered, log, work })
+    Ok(signals)
 }

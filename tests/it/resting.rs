@@ -91,6 +91,11 @@ fn a_daemon_in_the_foreground_ends_with_its_cache_and_with_its_failure() {
     sandbox.nothing_left();
 
     sandbox.start(&["--foreground", "--max-memory-bytes", "1MiB"]).expect_refusal(6, "--max-memory-bytes");
+    let directory = sandbox.model();
+    sandbox
+        .start(&["--foreground", "--log-file", directory.parent().unwrap().to_str().unwrap()])
+        .expect_refusal(1, "log");
+    assert!(!sandbox.run_file("lock").exists());
     until("a registered failure, or none", || sandbox.ask("status", &[]).code != Some(4));
     sandbox.start(&["--foreground", "--idle-ttl", "0"]).expect(0);
     sandbox.nothing_left();

@@ -40,9 +40,11 @@ fn every_setting_of_the_identity_is_named_where_it_differs() {
     let link = sandbox.path("link");
     let start = ["start", link.to_str().unwrap(), "--name", sandbox.name()];
     let more = ["--force", "--quiet", "--wait-timeout", "5", "--engine", "threads", "--workers", "2"];
+    let socket = sandbox.path("another-socket");
+    let more = [&more[..], &["--socket", socket.to_str().unwrap()]].concat();
     let again = sandbox.iloader(&[&start[..], &more].concat()).expect(0);
     assert_eq!(again.path(), view);
-    for noted in ["--engine auto, not threads", "--workers 1, not 2"] {
+    for noted in ["--engine auto, not threads", "--workers 1, not 2", "another-socket"] {
         assert!(again.stderr.contains(noted), "{again:?}");
     }
     assert_eq!(sandbox.daemon(), daemon);

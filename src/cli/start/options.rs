@@ -59,7 +59,7 @@ pub(crate) struct StartArgs {
     #[command(flatten)]
     pub(super) life: LifeArgs,
     /// How many seconds to wait until the model is ready
-    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = args::seconds,
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "600", value_parser = args::seconds,
           help_heading = "Waiting")]
     pub(super) wait_timeout: Duration,
     /// Return once the daemon is registered, and print the path that the view will have
@@ -81,16 +81,16 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "KIND", default_value = "auto", value_parser = PossibleValuesParser::new(memory::Choice::NAMES))]
     pub(super) backing: String,
     /// Parallel preload workers
-    #[arg(long, value_name = "N", default_value_t = args::WORKERS as u32, value_parser = clap::value_parser!(u32).range(1..=WORKERS_MAX as i64))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = args::WORKERS as u32, value_parser = clap::value_parser!(u32).range(1..=WORKERS_MAX as i64))]
     pub(super) workers: u32,
     /// Bytes that a worker takes at a time, a plain number; rounded up to 2 MiB inside
-    #[arg(long, value_name = "BYTES", default_value_t = args::CHUNK_BYTES, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true, default_value_t = args::CHUNK_BYTES, value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) chunk_size: u64,
     /// What reads the source; auto takes io-uring where the kernel permits it
     #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = PossibleValuesParser::new(engine::Choice::NAMES))]
     pub(super) engine: String,
     /// Reads in flight per worker [default: by the engine]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=DEPTH_MAX as i64))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=DEPTH_MAX as i64))]
     pub(super) queue_depth: Option<u32>,
     #[arg(long, value_name = "SIZE", help = read_size_help(), value_parser = read_size)]
     pub(super) read_size: Option<ByteSize>,
@@ -104,7 +104,7 @@ pub(crate) struct TuningArgs {
 #[command(next_help_heading = "Memory")]
 pub(crate) struct LimitArgs {
     /// Share of the available memory that this start may take, above 0 and at most 1
-    #[arg(long, value_name = "F", default_value_t = args::MEMORY_FRACTION, value_parser = fraction)]
+    #[arg(long, value_name = "F", allow_negative_numbers = true, default_value_t = args::MEMORY_FRACTION, value_parser = fraction)]
     pub(super) max_memory_fraction: f64,
     /// Cap for this cache, buffers included [default: none]
     #[arg(long, value_name = "SIZE")]
@@ -122,7 +122,7 @@ pub(crate) struct LimitArgs {
 #[command(next_help_heading = "Life")]
 pub(crate) struct LifeArgs {
     /// Evict the cache after so many seconds without a lease [default: never]
-    #[arg(long, value_name = "SECONDS", value_parser = args::seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = args::seconds)]
     pub(super) idle_ttl: Option<Duration>,
 }
 

@@ -6,7 +6,7 @@ use super::super::output;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{Operation, Reply, State, Status};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, shown};
 use crate::manifest::Manifest;
 use crate::registry::{self, Liveness, Registration};
 use crate::source::Selection;
@@ -112,5 +112,14 @@ pub(super) fn note_other_tuning(wanted: &Wanted, status: &Status) {
         .collect();
     if !differ.is_empty() {
         output::note(&format!("'{}' is loaded already, with {}", wanted.config.name, differ.join(", ")));
+    }
+}
+
+/// Says where what runs listens, where that is not what is asked for: later commands must be given it.
+pub(super) fn note_other_socket(wanted: &Wanted, status: &Status) {
+    let (name, asked) = (&wanted.config.name, &wanted.config.socket);
+    if status.socket != *asked {
+        let (socket, asked) = (shown(&status.socket), shown(asked));
+        output::note(&format!("'{name}' runs already, with the socket {socket}, not {asked}"));
     }
 }

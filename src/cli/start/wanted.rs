@@ -191,7 +191,6 @@ fn settings(config: &Config, selection: &Selection) -> BTreeMap<String, String> 
         ("--also-exclude", globs(also_exclude)),
         ("--passthrough", globs(passthrough)),
         ("view", shown(config.model_dir())),
-        ("--socket", shown(&config.socket)),
         ("--backing", config.tuning.backing.clone()),
         ("--max-memory-bytes", cap),
         ("--idle-ttl", ttl),
@@ -234,6 +233,7 @@ mod tests {
             &["--engine", "threads"],
             &["--force", "--quiet", "--wait-timeout", "1"],
             &["--no-wait"],
+            &["--socket", "/elsewhere/socket"],
             &["--max-memory-fraction", "0.5", "--reserve-bytes", "0"],
         ] {
             assert_eq!(identity(same), plain, "{same:?}");
@@ -294,6 +294,12 @@ mod tests {
         ] {
             let words = ["start", "m", "--name", "n"].into_iter().chain(line.split(' '));
             assert!(Line::try_parse_from(words).is_err(), "{line}");
+        }
+        // A number below zero is a wrong value, and no option that nobody knows.
+        for option in ["--wait-timeout", "--idle-ttl", "--workers", "--chunk-size", "--max-memory-fraction"] {
+            let words = ["start", "m", "--name", "n", option, "-1"];
+            let error = Line::try_parse_from(words).err().expect("refused").to_string();
+            assert!(error.contains("'-1'") && error.contains(option), "{error}");
         }
     }
 }
