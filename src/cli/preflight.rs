@@ -81,6 +81,42 @@ fn check_link(view: BorrowedFd<'_>, link: &Link, backing: &str) -> std::result::
     immutable(&file, backing)
 }
 
+/// Whether every file of a view that was found running is still there and immutable.
+///
+/// # Errors
+///
+/// [`Kind::Failed`] names the first that is not.
+pub(crate) fn check_whole(view: &Path, manifest: &Manifest, backing: &str) -> Result<()> {
+    let broken = |what: String| {
+        let hint = format!("stop the cache and start it again: iloader stop {}", manifest.name);
+        Err(Error::new(Kind::Failed, format!("the view {} is not whole any more: {what}", shown(view)))
+            .hint(hint))
+    };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = match rustix::fs::open(view, flags, Mode::empty()) {
+        Ok(directory) => directory,
+        Err(errno) => return broken(reason(&errno.into())),
+    };
+    for entry in manifest.files.iter().filter(|entry| !entry.passthrough) {
+        let found = open_link(directory.as_fd(), &entry.path)
+            .map_err(Fault::Refused)
+            .and_then(|file| rustix::fs::fstat(&file).map(|stat| (file, stat)).map_err(Fault::Refused))
+            .and_then(|(file, stat)| match stat.st_size.try_into() == Ok(entry.bytes) {
+                true => immutable(&file, backing),
+                false => Err(Fault::Another("a file of another size")),
+            });
+        match found {
+            Ok(()) => {}
+            Err(Fault::Refused(errno)) => {
+                return broken(format!("{}: {}", shown(&entry.path), reason(&errno.into())));
+            }
+            Err(Fault::Another(what)) => return broken(format!("{} leads to {what}", shown(&entry.path))),
+            Err(Fault::Mutable(why)) => return broken(format!("{}: {why}", shown(&entry.path))),
+        }
+    }
+    Ok(())
+}
+
 /// What is wrong with the view of a ready cache, one line for each fault; empty: it is whole. At most
 /// `lines_max` lines, the last of which then counts the rest.
 ///

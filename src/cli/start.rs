@@ -45,7 +45,8 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
     let mut interrupt = Interrupt::watch()?;
     loop {
         match running::look(wanted)? {
-            Running::Same { client, status } => {
+            Running::Same { mut client, status } => {
+                running::check_view(&mut client, &status)?;
                 running::note_other_tuning(wanted, &status);
                 running::note_other_socket(wanted, &status);
                 match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {

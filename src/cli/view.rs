@@ -1,13 +1,17 @@
 //! `view`: where the cache's files are to be read.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 
 use super::args::{self, TargetArgs};
 use super::output;
+use super::preflight;
 use super::target::Target;
 use super::wait;
+use crate::control::client::Client;
+use crate::control::message::{Operation, Reply};
 use crate::error::Result;
 
 const HELP_AFTER: &str = "\
@@ -28,9 +32,20 @@ pub(crate) struct ViewArgs {
     timeout: Duration,
 }
 
+/// Whether the view that a ready cache names is still there: it is only a directory, and can be removed.
+fn check(target: &Target, client: &mut Client, view: &Path) -> Result<()> {
+    match (client.request(Operation::Status {})?, client.request(Operation::Manifest {})?) {
+        (Reply::Status(status), Reply::Manifest(manifest)) => {
+            preflight::check_whole(view, &manifest, &status.backing)
+        }
+        (Reply::Status(_), other) | (other, _) => Err(target.unexpected(&other)),
+    }
+}
+
 /// Prints the path.
 pub(crate) fn view(args: &ViewArgs) -> Result<()> {
     let target = Target::of(&args.target, args.timeout)?;
-    let (view, _) = wait::until_ready(&target, Instant::now() + args.timeout, true)?;
+    let (view, mut client) = wait::until_ready(&target, Instant::now() + args.timeout, true)?;
+    check(&target, &mut client, &view)?;
     output::print_path(&view)
 }

@@ -300,7 +300,9 @@ impl Server {
         }
     }
 
-    fn become_ready(&mut self, loaded: Box<Loaded>) {
+    fn become_ready(&mut self, mut loaded: Box<Loaded>) {
+        // One cache, one time: the registration has it already.
+        self.registered.created().clone_into(&mut loaded.manifest.created);
         let Some(publish) = self.publish.take() else { return };
         let Published { withdraw, notes } = match publish(&self.config, &loaded) {
             Ok(published) => published,

@@ -282,8 +282,12 @@ fn open_checked(
     if dir::is_writable_by_others(&found) {
         let mode = found.st_mode & 0o777;
         let error = format!("{} is writable by others (mode {mode:o})", shown(path));
-        return Err(Error::new(Kind::Failed, error)
-            .hint(format!("chmod go-w {}, or choose another --base-dir", shown(path))));
+        // A shared directory such as /tmp is meant to be writable by all.
+        let hint = match found.st_mode & Mode::SVTX.bits() {
+            0 => format!("chmod go-w {}, or choose another --base-dir", shown(path)),
+            _ => format!("choose a directory of your own in it: --base-dir {}", shown(path.join("iloader"))),
+        };
+        return Err(Error::new(Kind::Failed, error).hint(hint));
     }
     Ok(Some(opened))
 }

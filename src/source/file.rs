@@ -102,6 +102,7 @@ impl SourceFile {
         let about = rustix::fs::statx(&file, "", AtFlags::EMPTY_PATH, wanted)
             .map_err(|errno| Error::io("examine", &selected.real, &errno.into()))?;
         check_identity(selected, &about)?;
+        settle_writes(&file);
         let bytes = selected.identity.bytes;
         let residency = match choice {
             Direct::Always => Residency::None,
@@ -322,6 +323,16 @@ const REMOTE: [u64; 12] = [
 pub fn changed(path: &str, how: &str) -> Error {
     Error::new(Kind::SourceChanged, format!("{} changed while it was read: {how}", shown(path)))
         .hint("start again when nothing writes to the model directory any more")
+}
+
+/// Has changed pages written out. Who writes through a shared map moves the modification time only when a
+/// page becomes dirty: pages that are dirty already could be changed during the load without a trace, clean
+/// ones cannot.
+fn settle_writes(file: &File) {
+    if cache::unwritten_pages(file).is_ok_and(|pages| pages > 0) {
+        // Where it is refused (a read-only file system) there is nothing unwritten of that kind.
+        let _ = rustix::fs::fdatasync(file);
+    }
 }
 
 fn check_identity(selected: &SelectedFile, about: &rustix::fs::Statx) -> Result<()> {

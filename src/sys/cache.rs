@@ -29,13 +29,23 @@ const SYS_CACHESTAT: libc::c_long = 451;
 /// the end of the file. Needs Linux 6.5 (else ENOSYS), and on new kernels a file that the caller owns or
 /// may write (else EPERM).
 pub fn cached_pages(file: &File, offset: u64, bytes: u64) -> io::Result<u64> {
+    counts(file, offset, bytes).map(|counts| counts.cached)
+}
+
+/// Pages of `file` that were changed in the page cache and are not on the device yet. As
+/// [`cached_pages`] otherwise.
+pub fn unwritten_pages(file: &File) -> io::Result<u64> {
+    counts(file, 0, 0).map(|counts| counts.dirty + counts.writeback)
+}
+
+fn counts(file: &File, offset: u64, bytes: u64) -> io::Result<Counts> {
     let mut counts = Counts::default();
     let range = Range { offset, bytes };
     // SAFETY: the kernel reads `range` and writes `counts`, both of the layout it expects and alive for
     // the whole call.
     let result =
         unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut counts, 0u32) };
-    if result == 0 { Ok(counts.cached) } else { Err(io::Error::last_os_error()) }
+    if result == 0 { Ok(counts) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The same by `mincore(2)`, for older kernels, of a range that starts on a page. To a caller who neither

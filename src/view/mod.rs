@@ -179,7 +179,9 @@ fn refuse_what_stands(spot: &Spot, standing: Standing) -> Result<()> {
         Standing::Live { pid } => {
             let error = format!("the view {path} is in use by the daemon with pid {pid}");
             Err(Error::new(Kind::InUse, error)
-                .hint("stop that cache (iloader list), or choose another --view"))
+                .hint(format!(
+                    "stop that cache (iloader list; if it is not listed there, because its BASE was removed: kill {pid}), or choose another --view"
+                )))
         }
         Standing::Foreign { what } => {
             let error = format!("{path} is not taken over as a view: it {what}");

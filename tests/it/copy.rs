@@ -390,6 +390,33 @@ fn a_source_that_changes_is_named() {
     }
 }
 
+/// A page that is dirty already can be changed through a map without moving the modification time, unless
+/// the load has it written out first.
+#[test]
+fn a_source_that_is_written_through_a_map_is_named() {
+    let directory = scratch_dir();
+    write_files(directory.path(), &[10_000, CHUNK]);
+    let path = directory.path().join("f00-10000");
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    if iloader::sys::cache::unwritten_pages(&file).is_err() {
+        return skipped("this kernel does not tell which pages are unwritten");
+    }
+    let (_mapping, mut window) = iloader::sys::map::Mapping::shared(&file, 10_000).unwrap();
+    window.as_mut_slice()[5] = 1;
+    let window = std::sync::Mutex::new(window);
+    let selection = select(directory.path());
+    let plan = plan::lay_out(&selection, CHUNK);
+    let settings = settings("mapped", engine::Choice::Auto, memory::Choice::Memfd, Options::default());
+    // Times are kept in steps of some milliseconds.
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let change = || window.lock().unwrap().as_mut_slice()[5] += 1;
+    let watch = AtFinishedFile(&change);
+    let error = memory::load_with(&plan, &selection, &settings, &|| settings.engine.start(), &watch);
+    let error = error.expect_err("the file changed");
+    assert_eq!(error.kind(), Kind::SourceChanged, "{error}");
+    assert!(error.message().contains("f00-10000"), "{error}");
+}
+
 #[test]
 fn the_source_does_not_enter_the_page_cache() {
     let directory = scratch_dir();

@@ -273,3 +273,37 @@ fn a_view_that_was_moved_away_is_not_looked_for() {
     assert_eq!(entries(&view), ["mine"], "somebody else's by now");
     assert!(File::open(moved.join("config.json")).is_err());
 }
+
+/// A view is only a directory: its owner can remove it under the daemon. Then nobody is sent there any more.
+#[test]
+fn a_view_that_was_removed_or_damaged_is_not_handed_out() {
+    let damages: [(&str, fn(&Path)); 3] = [
+        ("removed", |view| {
+            fs::set_permissions(view.join("text_encoder"), fs::Permissions::from_mode(0o755)).unwrap();
+            fs::set_permissions(view.join("text_encoder/sub"), fs::Permissions::from_mode(0o755)).unwrap();
+            fs::remove_dir_all(view).unwrap();
+        }),
+        ("a link short", |view| fs::remove_file(view.join("config.json")).unwrap()),
+        ("another file", |view| {
+            fs::remove_file(view.join("config.json")).unwrap();
+            symlink("/etc/hostname", view.join("config.json")).unwrap();
+        }),
+    ];
+    for (how, damage) in damages {
+        let sandbox = Sandbox::new();
+        let view = sandbox.started(&[]);
+        sandbox.ask("view", &[]).expect(0);
+        fs::set_permissions(&view, fs::Permissions::from_mode(0o755)).unwrap();
+        damage(&view);
+        println!("{how}");
+        sandbox.ask("view", &[]).expect_refusal(1, "is not whole any more");
+        sandbox.start(&[]).expect_refusal(1, "is not whole any more");
+        let told = sandbox.status()["view_faults"].as_array().map_or(0, Vec::len);
+        assert!(told > 0, "{how}: status names what is wrong");
+        sandbox.run(&["true"]).wait().expect(125);
+        sandbox.ask("stop", &["--remove-view"]).expect(0);
+        if how != "another file" {
+            sandbox.started(&[]);
+        }
+    }
+}
