@@ -277,7 +277,8 @@ fn a_view_that_was_moved_away_is_not_looked_for() {
 /// A view is only a directory: its owner can remove it under the daemon. Then nobody is sent there any more.
 #[test]
 fn a_view_that_was_removed_or_damaged_is_not_handed_out() {
-    let damages: [(&str, fn(&Path)); 3] = [
+    type Damage = fn(&Path);
+    let damages: [(&str, Damage); 3] = [
         ("removed", |view| {
             fs::set_permissions(view.join("text_encoder"), fs::Permissions::from_mode(0o755)).unwrap();
             fs::set_permissions(view.join("text_encoder/sub"), fs::Permissions::from_mode(0o755)).unwrap();
