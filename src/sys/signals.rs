@@ -112,6 +112,11 @@ pub fn ignore(signal: i32) {
     set_disposition(signal, libc::SIG_IGN);
 }
 
+/// Gives `signal` its default effect in this process.
+pub fn restore(signal: i32) {
+    set_disposition(signal, libc::SIG_DFL);
+}
+
 /// Puts every signal that is ignored back to its default, and unblocks all in this thread.
 ///
 /// What the caller of a daemon ignored or blocked is its own affair and must not follow the daemon. An exec

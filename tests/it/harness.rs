@@ -11,6 +11,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+/// Makes Ctrl-C count in every command that is started from here. A shell that runs the tests in the
+/// background has it ignored, which the commands inherit and respect.
+pub(crate) fn heed_ctrl_c() {
+    iloader::sys::signals::restore(libc::SIGINT);
+}
+
 /// A directory of its own, removed at the end also when the test fails. On the file system of the build,
 /// which is a real one more often than `/tmp` is; `ILOADER_TEST_DIR` names another.
 pub(crate) fn scratch_dir() -> tempfile::TempDir {
@@ -62,6 +68,7 @@ pub(crate) struct Sandbox {
 impl Sandbox {
     /// With an empty model directory.
     pub(crate) fn empty() -> Sandbox {
+        heed_ctrl_c();
         let home = scratch_dir();
         let unique =
             home.path().file_name().unwrap().to_str().unwrap().rsplit('-').next().unwrap().to_owned();

@@ -10,7 +10,7 @@ use iloader::control::client::Client;
 use iloader::control::message::Operation;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{bytes_of, scratch_dir, skipped};
+use crate::harness::{bytes_of, heed_ctrl_c, scratch_dir, skipped};
 
 /// How long a test waits for what must happen. It is never waited for where all is well.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -29,6 +29,7 @@ struct Sandbox {
 
 impl Sandbox {
     fn new(weights_bytes: u64) -> Sandbox {
+        heed_ctrl_c();
         let home = scratch_dir();
         let model = home.path().join("model");
         std::fs::create_dir(&model).unwrap();
