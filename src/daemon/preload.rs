@@ -84,8 +84,7 @@ fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
 /// Where the published descriptors begin, after raising the limit to what they need.
 fn lowest_descriptor(plan: &Plan, engine: &engine::Selected, workers: usize) -> Result<i32> {
     let count = plan.targets.len() as u64;
-    // Each worker is cutting one more file than it has reads in flight.
-    let under_way = count.min((workers * (engine.depth() + 1)) as u64);
+    let under_way = count.min((workers * load::files_under_way(engine.depth())) as u64);
     let own = DESCRIPTORS_OWN.max(DESCRIPTORS_SERVING + DESCRIPTORS_OF_FILE * under_way);
     limits::check_descriptors(own + count)?;
     let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);

@@ -67,6 +67,10 @@ impl Engine for Faulty {
         Ok(())
     }
 
+    fn start(&mut self) -> Result<()> {
+        self.engine.start()
+    }
+
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()> {
         let mut ended = std::mem::take(&mut self.failed);
         if ended.is_empty() {

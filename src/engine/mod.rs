@@ -16,7 +16,7 @@ pub use crate::sys::ring::{Completion, Read};
 ///
 /// * A [`Read`] owns its window. It comes back exactly once, in a [`Completion`], whatever happened.
 /// * At most [`Engine::depth`] reads are in flight; a further one is given back by `submit`.
-/// * `submit` only queues. Reads may start at the next `reap`, and may end in any order.
+/// * `submit` only queues. Reads start at the next `start` or `reap`, or before, and end in any order.
 /// * `reap` blocks until at least one read has ended, unless none is in flight.
 /// * A completion can be short without being wrong. 0 means that the file ended.
 /// * An error of `reap` means that the engine is broken: it is dropped, and dropping waits for the reads.
@@ -28,6 +28,9 @@ pub trait Engine {
     // The large error is the point: the buffer comes back.
     #[allow(clippy::result_large_err)]
     fn submit(&mut self, read: Read) -> std::result::Result<(), Read>;
+
+    /// Starts what is queued, without waiting.
+    fn start(&mut self) -> Result<()>;
 
     /// Starts what is queued, waits for at least one completion and appends all there are.
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()>;

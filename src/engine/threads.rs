@@ -74,6 +74,11 @@ impl Engine for Threads {
         Ok(())
     }
 
+    fn start(&mut self) -> Result<()> {
+        // The threads took them from the queue as they came.
+        Ok(())
+    }
+
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()> {
         if self.in_flight == 0 {
             return Ok(());

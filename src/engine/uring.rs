@@ -36,6 +36,10 @@ impl Engine for Uring {
         self.ring.push(read)
     }
 
+    fn start(&mut self) -> Result<()> {
+        self.ring.start().map_err(|cause| Error::os("submit reads to io_uring", &cause))
+    }
+
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()> {
         self.ring.reap(completions).map_err(|cause| Error::os("submit reads to io_uring", &cause))
     }

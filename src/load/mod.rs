@@ -209,6 +209,12 @@ pub fn run(
     })
 }
 
+/// Files that one worker of this depth has under way at the most: one for each read in flight, and those
+/// that it is cutting or preparing.
+pub fn files_under_way(depth: usize) -> usize {
+    depth + worker::CHUNKS_OPEN_MAX
+}
+
 /// Memory that a load takes beside its targets: the buffers of one huge page that small files are read
 /// into, and the stacks of reader threads. `depth` is the reads in flight of one worker.
 ///
@@ -220,7 +226,7 @@ pub fn buffer_bytes(plan: &Plan, workers: usize, depth: usize, reader_threads: u
     let small = plan.targets.iter().filter(|target| target.bytes <= SMALL_BYTES_MAX);
     let (files, bytes) =
         small.fold((0u64, 0u64), |sum, target| (sum.0 + 1, sum.1 + round_up(target.bytes, PAGE_BYTES)));
-    let under_way = files.min((workers * (depth + 1)) as u64);
+    let under_way = files.min((workers * files_under_way(depth)) as u64);
     let buffers = ((under_way + 1) * HUGE_PAGE_BYTES).min(bytes.saturating_mul(2) + HUGE_PAGE_BYTES);
     buffers.saturating_add((workers * reader_threads) as u64 * STACK_BYTES)
 }
@@ -252,7 +258,7 @@ mod tests {
         assert_eq!(few, HUGE_PAGE_BYTES + 2 * 6 * 4096);
         // Files that fill a buffer each, as many as are under way at once, and one being handed over.
         let many = buffer_bytes(&plan_of(&[3 * megabyte / 2; 1000]), 2, 16, 0);
-        assert_eq!(many, (2 * 17 + 1) * HUGE_PAGE_BYTES);
+        assert_eq!(many, (2 * 18 + 1) * HUGE_PAGE_BYTES);
         // Large files need none, threads a stack each.
         assert_eq!(
             buffer_bytes(&plan_of(&[100 * megabyte]), 1, 8, 8),

@@ -22,6 +22,12 @@ const RETRIES_MAX: u32 = 1000;
 const RETRIES_AT_ONCE: u32 = 8;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
+/// Chunks that a worker cuts or prepares at one time.
+pub(super) const CHUNKS_OPEN_MAX: usize = 2;
+
+/// Extents that are given a huge page between two looks for completions.
+const EXTENTS_AT_ONCE: usize = 4;
+
 /// A chunk that is being filled.
 struct Active {
     chunk: Chunk,
@@ -40,9 +46,14 @@ struct Active {
 }
 
 impl Active {
+    /// Whether an extent that lies wholly inside the chunk was not given a huge page yet.
+    fn has_extent_left(&self) -> bool {
+        self.collapse && self.extent + HUGE_PAGE_BYTES <= self.chunk.bytes
+    }
+
     /// Gives a huge page to every extent that begins before `end` and lies wholly inside the chunk.
     fn prepare_extents(&mut self, pages: &mut Pages, end: u64) {
-        while self.collapse && self.extent < end && self.extent + HUGE_PAGE_BYTES <= self.chunk.bytes {
+        while self.has_extent_left() && self.extent < end {
             if pages.prepare(&mut self.rest, self.extent - self.at) {
                 self.huge_bytes += HUGE_PAGE_BYTES;
             }
@@ -91,8 +102,9 @@ struct Worker<'a> {
     engine: Box<dyn Engine>,
     pages: Pages,
     job: Range<usize>,
-    /// The chunk that is being cut into reads.
-    cutting: Option<usize>,
+    /// The chunks that are being cut into reads, in order: the first one, and the one after it where its huge
+    /// pages are being prepared already.
+    cutting: VecDeque<usize>,
     active: Vec<Option<Active>>,
     parts: Vec<Option<Part>>,
     in_flight: usize,
@@ -108,7 +120,7 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
         engine,
         pages: Pages::new(),
         job: 0..0,
-        cutting: None,
+        cutting: VecDeque::with_capacity(CHUNKS_OPEN_MAX),
         active: Vec::new(),
         parts: (0..depth).map(|_| None).collect(),
         in_flight: 0,
@@ -120,6 +132,8 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
         if worker.in_flight == 0 {
             break;
         }
+        worker.engine.start()?;
+        worker.prepare_ahead()?;
         worker.engine.reap(&mut completions)?;
         for completion in completions.drain(..) {
             worker.in_flight -= 1;
@@ -149,10 +163,10 @@ impl Worker<'_> {
 
     /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up.
     fn next_read(&mut self) -> Result<Option<Read>> {
-        if self.cutting.is_none() && !self.open_chunk()? {
+        if self.cutting.is_empty() && !self.open_chunk()? {
             return Ok(None);
         }
-        let slot = self.cutting.expect("opened above");
+        let slot = self.cutting[0];
         let token = free_slot(&mut self.parts);
         let active = self.active[slot].as_mut().expect("the chunk that is cut is active");
         let offset = active.chunk.from + active.at;
@@ -168,7 +182,7 @@ impl Worker<'_> {
         active.parts.push(None);
         active.at += wanted;
         if last {
-            self.cutting = None;
+            self.cutting.pop_front();
         }
         let file = Arc::clone(active.source.descriptor(method));
         let part =
@@ -177,7 +191,39 @@ impl Worker<'_> {
         Ok(Some(Read { token: token as u64, file, offset, window }))
     }
 
-    /// Makes the next chunk the one to cut; false where no job is left.
+    /// Gives huge pages to the next extents while the device works on the reads that were started: the kernel
+    /// clears each page, which takes a good part of the time that the device takes to fill it. As far ahead as
+    /// the queue is deep, and a few at a time, so that completions do not wait.
+    fn prepare_ahead(&mut self) -> Result<()> {
+        let ahead_max = self.parts.len() as u64 * self.shared.read_bytes;
+        for _ in 0..EXTENTS_AT_ONCE {
+            let mut ahead = 0;
+            let mut unprepared = None;
+            for &slot in &self.cutting {
+                let active = self.active[slot].as_ref().expect("a chunk that is cut is active");
+                if active.has_extent_left() {
+                    ahead += active.extent.saturating_sub(active.at);
+                    unprepared = Some(slot);
+                    break;
+                }
+                ahead += active.chunk.bytes - active.at;
+            }
+            if ahead >= ahead_max {
+                break;
+            }
+            match unprepared {
+                Some(slot) => {
+                    let active = self.active[slot].as_mut().expect("looked at above");
+                    active.prepare_extents(&mut self.pages, active.extent + 1);
+                }
+                None if self.cutting.len() < CHUNKS_OPEN_MAX && self.open_chunk()? => {}
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens the next chunk, to be cut after those that are; false where no job is left.
     fn open_chunk(&mut self) -> Result<bool> {
         let index = match self.job.next() {
             Some(index) => index,
@@ -205,7 +251,7 @@ impl Worker<'_> {
             parts: Vec::new(),
             parts_filled: 0,
         });
-        self.cutting = Some(slot);
+        self.cutting.push_back(slot);
         Ok(true)
     }
 

@@ -86,6 +86,18 @@ impl Ring {
         Ok(())
     }
 
+    /// Submits what was queued in one call, without waiting.
+    pub fn start(&mut self) -> io::Result<()> {
+        match self.ring.submit() {
+            Ok(_) => Ok(()),
+            // Not all was taken now: the next `reap` goes on.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     /// Submits what was queued in one call, waits for at least one completion where any read is in
     /// flight, and appends all that have ended to `completions`.
     pub fn reap(&mut self, completions: &mut Vec<Completion>) -> io::Result<()> {
