@@ -211,20 +211,12 @@ fn loaded(config: &Config, selection: &Selection, settings: &Settings, resident:
 }
 
 fn manifest_of(config: &Config, selection: &Selection) -> Manifest {
-    let entry = |file: &source::SelectedFile| FileEntry {
-        path: file.path.clone(),
-        bytes: file.identity.bytes,
-        mtime: file.identity.mtime_rfc3339(),
-        device: file.identity.device,
-        inode: file.identity.inode,
-        passthrough: file.passthrough,
-    };
     Manifest {
         schema: manifest::SCHEMA,
         name: config.name.clone(),
         source: config.source.clone(),
         selection: config.rules.clone(),
-        files: selection.files.iter().map(entry).collect(),
+        files: selection.files.iter().map(FileEntry::from).collect(),
         directory_links: selection.directory_links.clone(),
         bytes: selection.bytes(),
         created: format!("{:.3}", jiff::Timestamp::now()),

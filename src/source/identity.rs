@@ -115,6 +115,20 @@ impl Selection {
     }
 }
 
+impl From<&SelectedFile> for FileEntry {
+    /// The entry that [`Identity::of_entry`] reads back.
+    fn from(file: &SelectedFile) -> FileEntry {
+        FileEntry {
+            path: file.path.clone(),
+            bytes: file.identity.bytes,
+            mtime: file.identity.mtime_rfc3339(),
+            device: file.identity.device,
+            inode: file.identity.inode,
+            passthrough: file.passthrough,
+        }
+    }
+}
+
 /// Seconds and nanoseconds of a time that [`Identity::mtime_rfc3339`] wrote.
 fn parse_mtime(text: &str) -> Option<(i64, u32)> {
     if let Some(plain) = text.strip_prefix('@') {
@@ -336,20 +350,12 @@ mod tests {
         ]);
         before.rules.also_exclude.push("*.bin".into());
         before.directory_links.push(DirectoryLink { path: "l".into(), target: "b".into() });
-        let entry = |file: &SelectedFile| FileEntry {
-            path: file.path.clone(),
-            bytes: file.identity.bytes,
-            mtime: file.identity.mtime_rfc3339(),
-            device: file.identity.device,
-            inode: file.identity.inode,
-            passthrough: file.passthrough,
-        };
         let mut manifest = Manifest {
             schema: crate::manifest::SCHEMA,
             name: "m".into(),
             source: "/m".into(),
             selection: before.rules.clone(),
-            files: before.files.iter().map(entry).collect(),
+            files: before.files.iter().map(FileEntry::from).collect(),
             directory_links: before.directory_links.clone(),
             bytes: before.bytes(),
             created: String::new(),
