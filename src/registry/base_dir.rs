@@ -442,23 +442,46 @@ fn fill(path: &Path, base: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
+/// What the files are called by which a directory is tried.
+const PROBE: &str = "probe";
+
 /// Proves that files in `run` can be locked and that sockets can be made there.
+///
+/// Its files live for microseconds. One that a killed command left is removed by the next; should it be another
+/// command's that is just at it, that one has seen already what it wanted to.
 fn prove(run: BorrowedFd<'_>, path: &Path) -> Result<()> {
     let unfit = |what: &str, errno: Errno| {
         failed(what, path)(errno)
             .hint("choose a --base-dir on a local file system that has locks and sockets")
     };
-    let name = dir::temporary_name(OsStr::new("probe"), "tmp").map_err(|errno| unfit("write in", errno))?;
+    remove_probes(run);
+    let name = dir::temporary_name(OsStr::new(PROBE), "tmp").map_err(|errno| unfit("write in", errno))?;
     let name = OsStr::from_bytes(&name);
+    let remove = || match fs::unlinkat(run, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno),
+    };
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = fs::openat(run, name, flags, FILE_MODE).map_err(|errno| unfit("create a file in", errno))?;
     let locked = fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
-    fs::unlinkat(run, name, AtFlags::empty()).map_err(|errno| unfit("remove a file in", errno))?;
+    remove().map_err(|errno| unfit("remove a file in", errno))?;
     locked.map_err(|errno| unfit("lock a file in", errno))?;
     // The node alone, without a socket behind it, is what a file system may refuse.
     fs::mknodat(run, name, FileType::Socket, FILE_MODE, 0)
         .map_err(|errno| unfit("make a socket in", errno))?;
-    fs::unlinkat(run, name, AtFlags::empty()).map_err(|errno| unfit("remove a socket in", errno))
+    remove().map_err(|errno| unfit("remove a socket in", errno))
+}
+
+/// Removes what killed commands left of their probes. What can't be read or removed is met again by the probe
+/// itself, which says why.
+fn remove_probes(run: BorrowedFd<'_>) {
+    let Ok(entries) = fs::Dir::read_from(run) else { return };
+    for entry in entries.filter_map(rustix::io::Result::ok) {
+        let name = entry.file_name();
+        if dir::is_temporary_name(name.to_bytes(), OsStr::new(PROBE), "tmp") {
+            let _ = fs::unlinkat(run, name, AtFlags::empty());
+        }
+    }
 }
 
 #[cfg(test)]

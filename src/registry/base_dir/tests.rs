@@ -269,3 +269,15 @@ fn a_fallback_that_was_filled_is_found_while_the_default_one_is_absent() {
     assert_ne!(default.path(), filled.path());
     assert_eq!(BaseDir::find(None, &environment).unwrap(), default);
 }
+
+#[test]
+fn the_probe_of_a_killed_command_goes_with_the_next() {
+    let (_home, environment) = home();
+    let base = BaseDir::prepare(None, &environment).unwrap();
+    let left = base.run_dir().join(".probe.0123456789abcdef.tmp");
+    std::fs::write(&left, "").unwrap();
+    std::fs::write(base.run_dir().join(".probe.mine"), "").unwrap();
+    BaseDir::prepare(None, &environment).unwrap();
+    let names: Vec<_> = std::fs::read_dir(base.run_dir()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(names, [".probe.mine"]);
+}
