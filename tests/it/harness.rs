@@ -225,7 +225,7 @@ impl Sandbox {
     }
 
     /// The processes of this program that have a file of this sandbox open, such as their lock and log.
-    fn daemons(&self) -> Vec<Pid> {
+    pub(crate) fn daemons(&self) -> Vec<Pid> {
         let program = std::fs::metadata(env!("CARGO_BIN_EXE_iloader")).unwrap();
         let is_ours = |pid: &u32| {
             std::fs::metadata(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.ino() == program.ino())
@@ -234,9 +234,9 @@ impl Sandbox {
         processes().into_iter().filter(is_ours).filter_map(|pid| Pid::from_raw(pid as i32)).collect()
     }
 
-    /// The processes that have a segment of the sandbox's cache open or mapped.
+    /// The processes that have a segment of a cache open or mapped whose name begins with the sandbox's.
     fn holders(&self) -> Vec<u32> {
-        let segment = format!("iloader:{}:", self.name);
+        let segment = format!("iloader:{}", self.name);
         let maps = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
         let holds = |pid: &u32| {
             open_files(*pid).iter().any(|file| file.to_string_lossy().contains(&segment))
@@ -283,6 +283,7 @@ impl Drop for Frozen {
 pub(crate) struct Job {
     child: Child,
     line: String,
+    word: String,
     stdout: mpsc::Receiver<String>,
     stderr: mpsc::Receiver<String>,
 }
@@ -292,7 +293,8 @@ impl Job {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-        Job { child, line: format!("{command:?}"), stdout: drain(stdout), stderr: drain(stderr) }
+        let word = command.get_args().next().unwrap_or_default().to_string_lossy().into_owned();
+        Job { child, line: format!("{command:?}"), word, stdout: drain(stdout), stderr: drain(stderr) }
     }
 
     pub(crate) fn pid(&self) -> Pid {
@@ -331,6 +333,7 @@ impl Job {
             stdout: text(&self.stdout),
             stderr: text(&self.stderr),
             line: self.line.clone(),
+            word: self.word.clone(),
         }
     }
 }
@@ -359,6 +362,8 @@ pub(crate) struct Ran {
     pub(crate) signal: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
+    /// The first argument: the command of `iloader`.
+    pub(crate) word: String,
     /// For messages.
     #[allow(dead_code, reason = "the derived Debug reads it")]
     line: String,

@@ -7,6 +7,7 @@ mod copy;
 mod dead;
 mod file_systems;
 mod harness;
+mod havoc;
 mod immutable;
 mod leases;
 mod main_job;
