@@ -14,7 +14,7 @@
 //! then locks a file without a name; so whoever has locked it looks whether the path still leads to it.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -92,6 +92,17 @@ impl Lock {
         &self.path
     }
 
+    /// Moves it to the lowest free descriptor above the standard ones, where that is lower than its own.
+    pub(super) fn move_down(&mut self) {
+        const FIRST: i32 = 3;
+        if let Ok(lower) = rustix::io::fcntl_dupfd_cloexec(&self.descriptor, FIRST)
+            && lower.as_raw_fd() < self.descriptor.as_raw_fd()
+        {
+            // A copy of the descriptor holds the same lock.
+            self.descriptor = lower;
+        }
+    }
+
     /// Whether the path still leads to the file that is locked: not so once BASE was removed or cleaned.
     ///
     /// # Errors
@@ -114,6 +125,12 @@ impl Lock {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(errno) => Err(failed("remove", &self.path)(errno)),
         }
+    }
+}
+
+impl AsFd for Lock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
     }
 }
 
