@@ -76,7 +76,8 @@ fn binding<'a>(ask: Ask, kept: Option<u64>, others: &'a [Holder]) -> Option<(u64
         Some(quota) => Some((quota, Origin::Own)),
         None => kept.map(|quota| (quota, Origin::Kept)),
     };
-    let proposed = others.iter().filter_map(|holder| Some((holder.proposes?, Origin::Proposed(&holder.name))));
+    let proposed =
+        others.iter().filter_map(|holder| Some((holder.proposes?, Origin::Proposed(&holder.name))));
     own.into_iter().chain(proposed).filter(|(limit, _)| *limit > 0).min_by_key(|(limit, _)| *limit)
 }
 

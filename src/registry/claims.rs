@@ -132,8 +132,11 @@ impl Claims {
 
     /// Whether there is nothing of the group, so that nobody has a claim and nothing is kept.
     pub fn are_absent(&self) -> bool {
-        std::fs::read_dir(&self.directory)
-            .is_ok_and(|entries| !entries.flatten().any(|entry| self.is_of_group(&entry.file_name())))
+        match std::fs::read_dir(&self.directory) {
+            Ok(entries) => !entries.flatten().any(|entry| self.is_of_group(&entry.file_name())),
+            // What else is wrong is met again, with its reason, by who looks.
+            Err(cause) => cause.kind() == std::io::ErrorKind::NotFound,
+        }
     }
 
     /// Removes what dead holders left; a line for each. Makes nothing where there is nothing.
@@ -142,7 +145,7 @@ impl Claims {
     ///
     /// As [`Claims::lock`] and [`Group::live`].
     pub fn sweep(&self) -> Result<Vec<String>> {
-        if self.are_absent() || !self.directory.exists() {
+        if self.are_absent() {
             return Ok(Vec::new());
         }
         let mut group = self.lock()?;
@@ -191,8 +194,9 @@ fn user_directory(root: &Path) -> PathBuf {
 }
 
 fn make_user_directory(directory: &Path) -> std::result::Result<(), String> {
-    let failed =
-        |errno: Errno| format!("cannot create {}: {}", shown(directory), reason(&std::io::Error::from(errno)));
+    let failed = |errno: Errno| {
+        format!("cannot create {}: {}", shown(directory), reason(&std::io::Error::from(errno)))
+    };
     match fs::mkdir(directory, DIRECTORY_MODE) {
         // A umask may have taken our own bits away. In a directory that passes the check below nobody else can
         // have replaced it.
@@ -213,7 +217,8 @@ fn check_user_directory(root: &Path, directory: &Path) -> std::result::Result<()
     if dir::is_writable_by_others(&around) && !is_sticky {
         return Err(format!("{} lets others replace what is in it", shown(root)));
     }
-    let named = fs::statat(CWD, directory, AtFlags::SYMLINK_NOFOLLOW).map_err(|errno| failed(directory, errno))?;
+    let named =
+        fs::statat(CWD, directory, AtFlags::SYMLINK_NOFOLLOW).map_err(|errno| failed(directory, errno))?;
     if FileType::from_raw_mode(named.st_mode) != FileType::Directory {
         return Err(format!("{} is not a directory", shown(directory)));
     }

@@ -196,7 +196,8 @@ impl<'a> Group<'a> {
         };
         let directory = &self.claims.directory;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened = fs::open(directory, flags, Mode::empty()).map_err(failed("open the directory", directory))?;
+        let opened =
+            fs::open(directory, flags, Mode::empty()).map_err(failed("open the directory", directory))?;
         dir::replace_file(opened, &self.claims.kept_name(), bytes).map_err(failed("write", &path))
     }
 
@@ -204,7 +205,8 @@ impl<'a> Group<'a> {
     fn is_empty(&self) -> bool {
         let lock = self.claims.lock_file();
         let is_lock = |name: &OsStr| lock.file_name() == Some(name);
-        self.names().is_ok_and(|names| !names.iter().any(|name| self.claims.is_of_group(name) && !is_lock(name)))
+        self.names()
+            .is_ok_and(|names| !names.iter().any(|name| self.claims.is_of_group(name) && !is_lock(name)))
     }
 }
 

@@ -52,7 +52,8 @@ impl Terms {
             return Err(bad());
         }
         let text = std::str::from_utf8(bytes).map_err(|_| bad())?;
-        let (body, check) = text.split_at_checked(text.len() - "check 0123456789abcdef\n".len()).ok_or_else(bad)?;
+        let (body, check) =
+            text.split_at_checked(text.len() - "check 0123456789abcdef\n".len()).ok_or_else(bad)?;
         if check != format!("check {:016x}\n", checksum(body.as_bytes())) {
             return Err(bad());
         }
@@ -79,7 +80,9 @@ impl Terms {
 /// FNV-1a: tells a whole claim from one that is read while it is rewritten. It is no defence, and need not be:
 /// who can write the file can write its sum.
 fn checksum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 #[cfg(test)]
