@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::budget::quota::{self, Ask, Holder};
 use crate::error::{Error, Result, shown};
-use crate::registry::{Claim, Claims, Group, Terms};
+use crate::registry::{Claim, Claims, Group, Seat, Terms};
 
 /// The shares and the quota of one quota group.
 #[derive(Debug)]
@@ -48,12 +48,8 @@ impl Ledger {
         let holders = holders(&mut group)?;
         quota::admit(Ask { need_bytes: bytes, proposes }, self.quota(&group)?, &holders)?;
         let terms = Terms { bytes, proposes, name: name.to_owned(), pid: std::process::id() };
-        let mut claim = group.add(&terms)?;
-        let notes = group.take_notes();
-        // The descriptor of the group's lock is free after this, and lower.
-        drop(group);
-        claim.move_down();
-        Ok((Share { terms, claim }, notes))
+        let claim = group.add(&terms)?;
+        Ok((Share { terms, claim }, group.take_notes()))
     }
 
     /// Sets the quota to `bytes`, 0 for none, for who starts nothing.
@@ -138,6 +134,11 @@ impl Share {
         drop(group);
         self.terms = settled;
         Ok(())
+    }
+
+    /// Has it held at the descriptor `seat` from now on.
+    pub fn take_seat(&mut self, seat: Seat) {
+        self.claim.take_seat(seat);
     }
 
     /// Ends as a crash does.

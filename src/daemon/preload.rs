@@ -19,7 +19,7 @@ use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
 use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
-use crate::registry::BaseDir;
+use crate::registry::{BaseDir, Seat};
 use crate::source::{self, Direct, Selection};
 use crate::view::{View, ViewLink};
 
@@ -42,11 +42,13 @@ const DESCRIPTORS_OF_FILE: u64 = 4;
 /// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
 pub fn work(config: &Config, log: &Log) -> Work {
     let (config, log) = (config.clone(), log.clone());
-    Work { load: Box::new(move |control| load(&config, &log, control)), publish: Box::new(publish) }
+    // Taken now, before there is a client or a memory file: nothing of either gets a lower number.
+    let seat = Seat::lowest();
+    Work { load: Box::new(move |control| load(&config, seat, &log, control)), publish: Box::new(publish) }
 }
 
 /// Loads what `config` asks for. On failure nothing is left.
-fn load(config: &Config, log: &Log, control: &LoadControl) -> Result<Loaded> {
+fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -> Result<Loaded> {
     let started = Instant::now();
     let selection = source::select(Path::new(&config.source), &config.rules)?;
     if source::identity::digest(&selection) != config.selection {
@@ -61,7 +63,8 @@ fn load(config: &Config, log: &Log, control: &LoadControl) -> Result<Loaded> {
     let settings = settings(config, &plan).map_err(refused)?;
     // Both are given back after the memory: a value that was made later is dropped earlier.
     let (grant, promise) = admit(config, &plan, &settings, log).map_err(refused)?;
-    let share = take_share(config, &plan, log).map_err(refused)?;
+    let mut share = take_share(config, &plan, log).map_err(refused)?;
+    seat.into_iter().for_each(|seat| share.take_seat(seat));
     let watch = Reporter::new(control, &plan, started, promise);
     let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
     watch.report();

@@ -49,10 +49,7 @@ fn admit_beside(claims: &Claims, request: &Request, name: &str, log: &Log) -> Re
     let grant = budget::admit(request, &available)?;
     let need_bytes = grant.need_bytes();
     let terms = Terms { bytes: need_bytes, proposes: None, name: name.to_owned(), pid: std::process::id() };
-    let mut claim = group.add(&terms)?;
-    // The descriptor of the group's lock is free after this, and lower.
-    drop(group);
-    claim.move_down();
+    let claim = group.add(&terms)?;
     Ok((grant, Promise { claim, terms, need_bytes, lowered: Instant::now() }))
 }
 

@@ -23,14 +23,14 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags};
+use rustix::fs::{self, AtFlags, CWD, FileType, Mode};
 use rustix::io::Errno;
 
 use super::dir::{self, DIRECTORY_MODE};
 use super::lock::Lock;
 use crate::error::{Error, Kind, Result, reason, shown};
 
-pub use group::{Claim, Group};
+pub use group::{Claim, Group, Seat};
 pub use terms::Terms;
 
 /// How long the group's lock is waited for. Who holds it reads a few small files.
@@ -74,11 +74,15 @@ impl Claims {
     fn of_promises_under(root: &Path, run_dir: &Path) -> (Claims, Option<String>) {
         let stem = format!("promises-{}", dir::our_uid());
         let directory = user_directory(root);
-        let why = make_user_directory(&directory).and_then(|()| check_user_directory(root, &directory)).err();
-        match why {
-            None => (Claims { directory, stem, owns_directory: true }, None),
-            Some(why) => (Claims { directory: run_dir.to_owned(), stem, owns_directory: false }, Some(why)),
-        }
+        let why = loop {
+            match make_user_directory(&directory).and_then(|()| check_user_directory(root, &directory)) {
+                Ok(true) => return (Claims { directory, stem, owns_directory: true }, None),
+                // The last holder of a promise removed it in between.
+                Ok(false) => {}
+                Err(why) => break why,
+            }
+        };
+        (Claims { directory: run_dir.to_owned(), stem, owns_directory: false }, Some(why))
     }
 
     /// The file that the group keeps beside its claims. Written and read under the group's lock.
@@ -180,7 +184,7 @@ pub(super) fn sweep_promises(run_dir: &Path) {
     let common = user_directory(root);
     let places = [(run_dir, false), (common.as_path(), true)];
     for (directory, owns_directory) in places {
-        if owns_directory && check_user_directory(root, directory).is_err() {
+        if owns_directory && check_user_directory(root, directory) != Ok(true) {
             continue;
         }
         // They are counted no more; that their files stay for the next start is no matter for a message.
@@ -200,15 +204,18 @@ fn make_user_directory(directory: &Path) -> std::result::Result<(), String> {
     match fs::mkdir(directory, DIRECTORY_MODE) {
         // A umask may have taken our own bits away. In a directory that passes the check below nobody else can
         // have replaced it.
-        Ok(()) => fs::chmodat(CWD, directory, DIRECTORY_MODE, AtFlags::empty()).map_err(failed),
+        Ok(()) => match fs::chmodat(CWD, directory, DIRECTORY_MODE, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(failed(errno)),
+        },
         Err(Errno::EXIST) => Ok(()),
         Err(errno) => Err(failed(errno)),
     }
 }
 
-/// Why `directory`, in `root` where everybody may create names, cannot be trusted: it must be a directory and no
-/// link, ours, and nobody else's to write to or to replace.
-fn check_user_directory(root: &Path, directory: &Path) -> std::result::Result<(), String> {
+/// Whether `directory`, in `root` where everybody may create names, is there; or why it cannot be trusted: it must
+/// be a directory and no link, ours, and nobody else's to write to or to replace.
+fn check_user_directory(root: &Path, directory: &Path) -> std::result::Result<bool, String> {
     let failed = |path: &Path, errno: Errno| {
         format!("cannot use {}: {}", shown(path), reason(&std::io::Error::from(errno)))
     };
@@ -217,21 +224,21 @@ fn check_user_directory(root: &Path, directory: &Path) -> std::result::Result<()
     if dir::is_writable_by_others(&around) && !is_sticky {
         return Err(format!("{} lets others replace what is in it", shown(root)));
     }
-    let named =
-        fs::statat(CWD, directory, AtFlags::SYMLINK_NOFOLLOW).map_err(|errno| failed(directory, errno))?;
-    if FileType::from_raw_mode(named.st_mode) != FileType::Directory {
+    // One look is enough: what is ours, nobody else can replace in such a directory.
+    let found = match fs::statat(CWD, directory, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => return Ok(false),
+        found => found.map_err(|errno| failed(directory, errno))?,
+    };
+    if FileType::from_raw_mode(found.st_mode) != FileType::Directory {
         return Err(format!("{} is not a directory", shown(directory)));
     }
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let opened = fs::open(directory, flags, Mode::empty()).map_err(|errno| failed(directory, errno))?;
-    let found = fs::fstat(&opened).map_err(|errno| failed(directory, errno))?;
     if found.st_uid != dir::our_uid() {
         return Err(format!("{} belongs to uid {}", shown(directory), found.st_uid));
     }
     if dir::is_writable_by_others(&found) {
         return Err(format!("{} is writable by others (mode {:o})", shown(directory), found.st_mode & 0o777));
     }
-    Ok(())
+    Ok(true)
 }
 
 #[cfg(test)]

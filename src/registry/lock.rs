@@ -14,7 +14,7 @@
 //! then locks a file without a name; so whoever has locked it looks whether the path still leads to it.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -92,14 +92,11 @@ impl Lock {
         &self.path
     }
 
-    /// Moves it to the lowest free descriptor above the standard ones, where that is lower than its own.
-    pub(super) fn move_down(&mut self) {
-        const FIRST: i32 = 3;
-        if let Ok(lower) = rustix::io::fcntl_dupfd_cloexec(&self.descriptor, FIRST)
-            && lower.as_raw_fd() < self.descriptor.as_raw_fd()
-        {
-            // A copy of the descriptor holds the same lock.
-            self.descriptor = lower;
+    /// Holds it by the descriptor `seat` from now on, in place of what that was; as before where that fails.
+    pub(super) fn move_to(&mut self, mut seat: OwnedFd) {
+        // A copy of the descriptor holds the same lock.
+        if rustix::io::dup3(&self.descriptor, &mut seat, rustix::io::DupFlags::CLOEXEC).is_ok() {
+            self.descriptor = seat;
         }
     }
 

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -307,16 +307,32 @@ impl Claim {
         self.lock.as_ref().is_some_and(|lock| lock.is_in_place().unwrap_or(false))
     }
 
-    /// Moves it to the lowest free descriptor. When a process is killed, the kernel lets go of its files in the
-    /// order of their numbers, the highest first; a claim on memory must outlive the memory.
-    pub fn move_down(&mut self) {
-        self.lock.iter_mut().for_each(Lock::move_down);
+    /// Has it held at the descriptor `seat` from now on.
+    pub fn take_seat(&mut self, seat: Seat) {
+        if let Some(lock) = &mut self.lock {
+            lock.move_to(seat.0);
+        }
     }
 
     /// Ends as a crash does: the lock is let go of, and the file stays.
     #[cfg(test)]
     pub(crate) fn crash(mut self) {
         drop(self.lock.take());
+    }
+}
+
+/// A descriptor kept free for a claim, to be taken before any that the claim is to outlive.
+///
+/// When a process is killed, the kernel lets go of its files in the order of their numbers, the highest first. A
+/// claim on memory must be let go of after the memory, so that it needs a lower number than every memory file.
+#[derive(Debug)]
+pub struct Seat(OwnedFd);
+
+impl Seat {
+    /// The lowest free descriptor; `None` where there is none any more.
+    pub fn lowest() -> Option<Seat> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        fs::open("/", flags, Mode::empty()).ok().map(Seat)
     }
 }
 
