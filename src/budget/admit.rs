@@ -109,7 +109,7 @@ fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
     };
     let message =
         format!("needs {need}, but {fits} is available{after} ({:?} of {of})", request.memory_fraction);
-    let waits = (available.promised_bytes > 0).then_some("wait for the starts under way (iloader list)");
+    let waits = (available.promised_bytes > 0).then_some("wait for the starts under way");
     let mut ways: Vec<&str> = waits.into_iter().collect();
     ways.extend(["stop another cache (iloader list)", "select fewer files (--pattern)"]);
     if request.need_bytes <= available.bytes {

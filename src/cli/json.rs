@@ -115,6 +115,8 @@ pub(super) struct Excluded<'a> {
 pub(super) struct Memory<'a> {
     /// Under every limit.
     pub(super) available_bytes: u64,
+    /// What of it is promised to starts under way.
+    pub(super) promised_bytes: u64,
     pub(super) limits: Vec<Limit<'a>>,
     /// The most that a start with default settings may take.
     pub(super) admissible_bytes: u64,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::budget::{self, Grant, Request};
 use crate::daemon::log::Log;
-use crate::error::Result;
+use crate::error::{Kind, Result};
 use crate::registry::{Claim, Claims, Terms};
 
 /// A promise is lowered when so much more was filled, or so much time has passed: often enough for others not to be
@@ -39,6 +39,13 @@ pub fn admit(request: &Request, name: &str, run_dir: &Path, log: &Log) -> Result
     admit_beside(&claims, request, name, log)
 }
 
+/// Bytes that the starts of this user which are under way have still to fill, where that can be told. Changes nothing.
+pub fn promised_bytes() -> u64 {
+    let Some(claims) = Claims::standing_promises() else { return 0 };
+    let promises = claims.lock().and_then(|mut group| group.peek()).unwrap_or_default();
+    promises.iter().fold(0, |sum, terms| sum.saturating_add(terms.bytes))
+}
+
 fn admit_beside(claims: &Claims, request: &Request, name: &str, log: &Log) -> Result<(Grant, Promise)> {
     let mut group = claims.lock()?;
     // In this order: what another start fills in between is then counted twice, and never not at all.
@@ -49,7 +56,10 @@ fn admit_beside(claims: &Claims, request: &Request, name: &str, log: &Log) -> Re
     let grant = budget::admit(request, &available)?;
     let need_bytes = grant.need_bytes();
     let terms = Terms { bytes: need_bytes, proposes: None, name: name.to_owned(), pid: std::process::id() };
-    let claim = group.add(&terms)?;
+    let claim = group.add(&terms).map_err(|error| match error.kind() {
+        Kind::NoRoom => error.hint("make room there: starts count each other by these files"),
+        _ => error,
+    })?;
     Ok((grant, Promise { claim, terms, need_bytes, lowered: Instant::now() }))
 }
 
@@ -74,7 +84,6 @@ impl Promise {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
 
     fn request(need_bytes: u64) -> Request {
         Request { need_bytes, memory_fraction: 1.0, reserve_bytes: 0, memory_bytes_max: None, force: false }

@@ -71,6 +71,15 @@ impl Claims {
         Claims::of_promises_under(Path::new(SHARED_MEMORY), run_dir)
     }
 
+    /// Those promises where they are counted for the whole user, and there are some. Makes nothing.
+    pub fn standing_promises() -> Option<Claims> {
+        let root = Path::new(SHARED_MEMORY);
+        let directory = user_directory(root);
+        let stem = format!("promises-{}", dir::our_uid());
+        let is_there = check_user_directory(root, &directory) == Ok(true);
+        is_there.then_some(Claims { directory, stem, owns_directory: true })
+    }
+
     fn of_promises_under(root: &Path, run_dir: &Path) -> (Claims, Option<String>) {
         let stem = format!("promises-{}", dir::our_uid());
         let directory = user_directory(root);

@@ -168,6 +168,13 @@ fn open(path: &Path, access: OFlags) -> Result<Option<OwnedFd>> {
     let descriptor = match fs::open(path, flags, FILE_MODE) {
         Err(Errno::NOENT) if !access.contains(OFlags::CREATE) => return Ok(None),
         Err(Errno::LOOP) => return Err(foreign(path, "a symbolic link")),
+        Err(Errno::ACCESS) => {
+            let owner = fs::statat(fs::CWD, path, AtFlags::SYMLINK_NOFOLLOW).map(|found| found.st_uid);
+            return Err(match owner {
+                Ok(owner) if owner != dir::our_uid() => another_users(path, owner),
+                _ => failed("open the lock file", path)(Errno::ACCESS),
+            });
+        }
         opened => opened.map_err(failed("open the lock file", path))?,
     };
     let found = fs::fstat(&descriptor).map_err(failed("look at", path))?;
@@ -175,7 +182,7 @@ fn open(path: &Path, access: OFlags) -> Result<Option<OwnedFd>> {
         return Err(foreign(path, "not a regular file"));
     }
     if found.st_uid != dir::our_uid() {
-        return Err(foreign(path, &format!("another user's (uid {})", found.st_uid)));
+        return Err(another_users(path, found.st_uid));
     }
     if found.st_nlink == 0 {
         return Ok(None);
@@ -193,6 +200,10 @@ fn still_names(path: &Path, descriptor: &OwnedFd) -> Result<bool> {
         Err(Errno::NOENT | Errno::NOTDIR) => Ok(false),
         Err(errno) => Err(failed("look at", path)(errno)),
     }
+}
+
+fn another_users(path: &Path, owner: u32) -> Error {
+    foreign(path, &format!("another user's (uid {owner})"))
 }
 
 fn foreign(path: &Path, what: &str) -> Error {
