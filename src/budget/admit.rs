@@ -1,7 +1,7 @@
 //! The decision whether a load may begin: pure, so that every input can be tried.
 //!
 //! The rule: need ≤ fraction × available − reserve, and need ≤ the cache's own cap. `--force` skips the
-//! first half, never the second.
+//! first half, never the second. What is promised to starts under way is not available.
 
 use super::meminfo::Availability;
 use crate::error::{Error, Kind, Result};
@@ -43,7 +43,7 @@ impl Grant {
 /// [`Kind::Usage`] for a fraction outside (0, 1], with `force` too; [`Kind::NoRoom`] where the need is
 /// above the cap or above what the rule leaves of `available`.
 pub fn admit(request: &Request, available: &Availability) -> Result<Grant> {
-    let share = share(request.memory_fraction, available.bytes)?;
+    let share = share(request.memory_fraction, available.unpromised_bytes())?;
     if let Some(cap) = request.memory_bytes_max.filter(|cap| request.need_bytes > *cap) {
         return Err(above_cap(request.need_bytes, cap));
     }
@@ -60,7 +60,7 @@ pub fn admit(request: &Request, available: &Availability) -> Result<Grant> {
 ///
 /// [`Kind::Usage`] for a fraction outside (0, 1].
 pub fn admissible_bytes(request: &Request, available: &Availability) -> Result<u64> {
-    let share = share(request.memory_fraction, available.bytes)?;
+    let share = share(request.memory_fraction, available.unpromised_bytes())?;
     let room = if request.force { u64::MAX } else { share.saturating_sub(request.reserve_bytes) };
     Ok(room.min(request.memory_bytes_max.unwrap_or(u64::MAX)))
 }
@@ -98,12 +98,20 @@ fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
         reserve => format!(" after the {} reserve", ByteSize(reserve)),
     };
     let limit = &available.binding.what;
-    let message = format!(
-        "needs {need}, but {fits} is available{after} ({:?} of {}, {limit})",
-        request.memory_fraction,
-        ByteSize(available.bytes),
-    );
-    let mut ways = vec!["stop another cache (iloader list)", "select fewer files (--pattern)"];
+    let of = match available.promised_bytes {
+        0 => format!("{}, {limit}", ByteSize(available.bytes)),
+        promised => format!(
+            "{}: {}, {limit}, less {} promised to starts under way",
+            ByteSize(available.unpromised_bytes()),
+            ByteSize(available.bytes),
+            ByteSize(promised)
+        ),
+    };
+    let message =
+        format!("needs {need}, but {fits} is available{after} ({:?} of {of})", request.memory_fraction);
+    let waits = (available.promised_bytes > 0).then_some("wait for the starts under way");
+    let mut ways: Vec<&str> = waits.into_iter().collect();
+    ways.extend(["stop another cache (iloader list)", "select fewer files (--pattern)"]);
     if request.need_bytes <= available.bytes {
         ways.push("leave less to others (--max-memory-fraction, --reserve-bytes)");
     }
@@ -172,6 +180,23 @@ mod tests {
                  raise the cgroup's memory limit, or skip this check (--force)"
             )
         );
+    }
+
+    #[test]
+    fn what_is_promised_is_not_available() {
+        let mut available = host(16 * GIB);
+        available.promised_bytes = 6 * GIB;
+        assert!(admit(&request(8 * GIB), &available).is_ok());
+        let error = admit(&request(9 * GIB), &available).unwrap_err();
+        assert_eq!(
+            error.message(),
+            "needs 9.0 GiB, but 8.8 GiB is available after the 256 MiB reserve \
+             (0.9 of 10.0 GiB: 16.0 GiB, host MemAvailable, less 6.0 GiB promised to starts under way)"
+        );
+        assert!(error.hint_text().unwrap().starts_with("wait for the starts under way"), "{error:?}");
+        available.promised_bytes = u64::MAX;
+        assert_eq!(admissible_bytes(&request(0), &available).unwrap(), 0);
+        assert!(admit(&Request { force: true, ..request(9 * GIB) }, &available).is_ok());
     }
 
     #[test]

@@ -15,6 +15,8 @@ pub struct Availability {
     pub binding: Room,
     /// Every limit that was found, the host's first, then the cgroups from ours upwards.
     pub rooms: Vec<Room>,
+    /// Bytes that starts under way have still to fill: available now, and not for long.
+    pub promised_bytes: u64,
     /// Limit files that exist but could not be read, each with the reason; their limits are not counted.
     pub unread: Vec<String>,
 }
@@ -25,7 +27,12 @@ impl Availability {
         // `min_by_key` gives the first of equals.
         let binding = rooms.iter().min_by_key(|room| room.bytes).cloned();
         let binding = binding.expect("the host's room is always among the rooms");
-        Availability { bytes: binding.bytes, binding, rooms, unread: Vec::new() }
+        Availability { bytes: binding.bytes, binding, rooms, promised_bytes: 0, unread: Vec::new() }
+    }
+
+    /// What is available and promised to nobody.
+    pub fn unpromised_bytes(&self) -> u64 {
+        self.bytes.saturating_sub(self.promised_bytes)
     }
 }
 

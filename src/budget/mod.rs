@@ -6,6 +6,7 @@ pub mod admit;
 pub mod cgroup;
 pub mod limits;
 pub mod meminfo;
+pub mod quota;
 mod room;
 
 pub use admit::{Grant, Request, admit};

@@ -9,6 +9,7 @@ use super::args::{self, SelectionArgs};
 use super::json;
 use super::output::{self, Align, Table};
 use crate::budget::{self, Availability};
+use crate::daemon::promise;
 use crate::engine;
 use crate::error::{Error, Result, shown};
 use crate::failure::Failure;
@@ -70,7 +71,8 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<()> {
 
 impl Inspection {
     fn of(selection: Selection) -> Result<Inspection> {
-        let available = budget::available()?;
+        let mut available = budget::available()?;
+        available.promised_bytes = promise::promised_bytes();
         let plan = plan::lay_out(&selection, args::CHUNK_BYTES);
         let engine = engine::Selected::probe(engine::Choice::Auto, None)?;
         let request = budget::Request {
@@ -96,6 +98,7 @@ impl Inspection {
             excluded: selection.excluded.iter().map(json::Excluded::from).collect(),
             memory: json::Memory {
                 available_bytes: self.available.bytes,
+                promised_bytes: self.available.promised_bytes,
                 limits: self.available.rooms.iter().map(json::Limit::from).collect(),
                 admissible_bytes: self.admissible_bytes,
                 admitted: self.refusal.is_none(),
@@ -148,6 +151,10 @@ impl Inspection {
                 .iter()
                 .map(|room| (format!("room, {}", room.what), ByteSize(room.bytes).to_string())),
         );
+        if self.available.promised_bytes > 0 {
+            let promised = format!("{} to starts under way", ByteSize(self.available.promised_bytes));
+            rows.push(("promised".to_owned(), promised));
+        }
         rows.extend(self.available.unread.iter().map(|unread| ("limit not read".to_owned(), unread.clone())));
         let start = match &self.refusal {
             None => format!("would be admitted (up to {})", ByteSize(self.admissible_bytes)),

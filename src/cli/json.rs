@@ -52,6 +52,30 @@ pub(super) struct StatusAnswer<'a> {
 pub(super) struct ListAnswer<'a> {
     pub(super) base: &'a str,
     pub(super) caches: Vec<Cache<'a>>,
+    #[serde(flatten)]
+    pub(super) quota: Quota,
+    /// Those of the other directories that caches of this BASE listen in.
+    pub(super) other_quotas: Vec<OtherQuota<'a>>,
+}
+
+/// The quota of one quota group.
+#[derive(Debug, Serialize)]
+pub(super) struct Quota {
+    /// Null where there is none, or where it cannot be told.
+    pub(super) quota_bytes: Option<u64>,
+    /// What all segments of the group take, of caches of other BASEs too; null where it cannot be told.
+    pub(super) quota_used_bytes: Option<u64>,
+    /// Why it cannot be told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) quota_error: Option<Failure>,
+}
+
+/// The quota of a group apart from BASE.
+#[derive(Debug, Serialize)]
+pub(super) struct OtherQuota<'a> {
+    pub(super) directory: std::borrow::Cow<'a, str>,
+    #[serde(flatten)]
+    pub(super) quota: Quota,
 }
 
 /// The answer of `inspect`.
@@ -91,6 +115,8 @@ pub(super) struct Excluded<'a> {
 pub(super) struct Memory<'a> {
     /// Under every limit.
     pub(super) available_bytes: u64,
+    /// What of it is promised to starts under way.
+    pub(super) promised_bytes: u64,
     pub(super) limits: Vec<Limit<'a>>,
     /// The most that a start with default settings may take.
     pub(super) admissible_bytes: u64,

@@ -1,5 +1,7 @@
 //! `list`: every resident cache of a BASE, the dead ones too.
 
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -11,8 +13,10 @@ use super::json;
 use super::output::{self, Align, Table};
 use super::status::Snapshot;
 use super::target::{self, Target};
-use crate::error::Result;
-use crate::registry;
+use crate::daemon::ledger::{Ledger, Usage};
+use crate::error::{Result, shown};
+use crate::failure::Failure;
+use crate::registry::{self, Registration};
 use crate::units::ByteSize;
 
 /// Daemons that are asked at one time: enough that a few which hang do not hold up the others.
@@ -42,19 +46,102 @@ pub(crate) struct ListArgs {
 /// Prints the list.
 pub(crate) fn list(args: &ListArgs) -> Result<()> {
     let base = target::find_base(&args.base)?;
-    let targets: Vec<Target> = registry::list(&base)?
+    let registrations = registry::list(&base)?;
+    let groups = Groups::of(&base.run_dir(), &registrations);
+    let targets: Vec<Target> = registrations
         .into_iter()
         .map(|registration| Target::registered(base.clone(), registration, args.timeout))
         .collect();
     let snapshots: Vec<Snapshot> = ask_all(&targets).into_iter().flatten().collect();
     if args.json {
         let caches = snapshots.iter().map(Snapshot::document).collect();
-        return output::print_json(&json::ListAnswer { base: &base.path().to_string_lossy(), caches });
+        return output::print_json(&json::ListAnswer {
+            base: &base.path().to_string_lossy(),
+            caches,
+            quota: groups.own.document(),
+            other_quotas: groups.others.iter().map(QuotaGroup::other_document).collect(),
+        });
     }
     if snapshots.is_empty() {
         output::note("there are no caches; start one with: iloader start MODEL_DIR --name NAME");
     }
-    output::print(&table(&snapshots))
+    for error in groups.all().filter_map(|group| group.usage.as_ref().err()) {
+        output::warn(error.message());
+    }
+    let quotas = groups.lines();
+    if quotas.is_empty() {
+        return output::print(&table(&snapshots));
+    }
+    output::print(&format!("{}\n{}", table(&snapshots), quotas.concat()))
+}
+
+/// The quota groups that the caches of a BASE belong to: one for each directory that a socket is in.
+struct Groups {
+    /// The one of BASE.
+    own: QuotaGroup,
+    others: Vec<QuotaGroup>,
+}
+
+struct QuotaGroup {
+    directory: PathBuf,
+    usage: Result<Usage>,
+}
+
+impl Groups {
+    fn of(run_dir: &Path, registrations: &[Registration]) -> Groups {
+        let sockets = registrations.iter().filter_map(|registration| registration.record.as_ref().ok());
+        let others: BTreeSet<&Path> = sockets
+            .filter_map(|record| Path::new(&record.socket).parent())
+            .filter(|directory| !is_same(directory, run_dir))
+            .collect();
+        Groups { own: QuotaGroup::of(run_dir), others: others.into_iter().map(QuotaGroup::of).collect() }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &QuotaGroup> {
+        std::iter::once(&self.own).chain(&self.others)
+    }
+
+    /// A line for each group that has a quota.
+    fn lines(&self) -> Vec<String> {
+        let own = self.own.words().map(|words| format!("quota: {words}\n"));
+        let others = self.others.iter().filter_map(|group| {
+            group.words().map(|words| format!("quota of {}: {words}\n", shown(&group.directory)))
+        });
+        own.into_iter().chain(others).collect()
+    }
+}
+
+/// Whether two paths lead to one directory: BASE may be given by a link.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    one == other || real(one) == real(other)
+}
+
+impl QuotaGroup {
+    fn of(directory: &Path) -> QuotaGroup {
+        QuotaGroup { directory: directory.to_owned(), usage: Ledger::of_group(directory).usage() }
+    }
+
+    /// Nothing where there is no quota, or where it cannot be told.
+    fn words(&self) -> Option<String> {
+        let usage = self.usage.as_ref().ok()?;
+        let quota = usage.quota_bytes?;
+        let free = quota.saturating_sub(usage.used_bytes);
+        Some(format!("{}, {} in use, {} free", ByteSize(quota), ByteSize(usage.used_bytes), ByteSize(free)))
+    }
+
+    fn document(&self) -> json::Quota {
+        let usage = self.usage.as_ref().ok();
+        json::Quota {
+            quota_bytes: usage.and_then(|usage| usage.quota_bytes),
+            quota_used_bytes: usage.map(|usage| usage.used_bytes),
+            quota_error: self.usage.as_ref().err().map(Failure::from),
+        }
+    }
+
+    fn other_document(&self) -> json::OtherQuota<'_> {
+        json::OtherQuota { directory: self.directory.to_string_lossy(), quota: self.document() }
+    }
 }
 
 /// Asks every daemon, several at a time. `None` for a cache that went away meanwhile.

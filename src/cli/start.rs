@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::output;
+use crate::control::message::Status;
+use crate::daemon::ledger::Ledger;
 use crate::daemon::log::Log;
 use crate::daemon::spawn::{self, Spawned};
 use crate::error::{Error, Kind, Result};
@@ -52,7 +54,11 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
                 match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {
                     // It was stopped between the two questions.
                     Err(error) if error.kind() == Kind::NotFound => {}
-                    outcome => return outcome,
+                    Ok(view) => {
+                        set_quota(wanted, &status)?;
+                        return Ok(view);
+                    }
+                    failed => return failed,
                 }
             }
             Running::Busy => {}
@@ -84,6 +90,19 @@ fn follow(
         return Ok(PathBuf::from(wanted.config.model_dir()));
     }
     follow.until_ready(wanted, deadline, args.quiet, interrupt)
+}
+
+/// Sets the quota that was asked for: what runs already was started with another one, or with none.
+fn set_quota(wanted: &Wanted, status: &Status) -> Result<()> {
+    let Some(bytes) = wanted.config.limits.resident_bytes_max else { return Ok(()) };
+    let notes = Ledger::of_socket(&status.socket).set(bytes).map_err(|error| {
+        error.context(format_args!(
+            "'{}' runs, but the quota cannot be set (--max-resident-bytes)",
+            status.name
+        ))
+    })?;
+    notes.iter().for_each(|note| output::note(note));
+    Ok(())
 }
 
 /// Another command is starting or ending the cache, and takes no requests yet or any more.

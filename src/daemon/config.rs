@@ -127,6 +127,8 @@ pub struct Limits {
     pub memory_bytes_max: Option<u64>,
     /// Headroom left for others.
     pub reserve_bytes: u64,
+    /// The shared quota to set when the cache is loaded; 0 is none. No part of the identity.
+    pub resident_bytes_max: Option<u64>,
     /// Skip the check of available memory.
     pub force: bool,
 }

@@ -12,6 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::control::message::{Progress, ReadCounts};
 use crate::daemon::config::Config;
+use crate::daemon::ledger::Share;
 use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::source::DirectoryLink;
@@ -30,6 +31,8 @@ pub struct Loaded {
     pub report: LoadReport,
     /// What keeps the segments alive: their memory is given back when this is dropped.
     pub keep: Box<dyn Any + Send>,
+    /// The cache's share of the quota. Dropped after what it stands for.
+    pub share: Option<Share>,
 }
 
 impl fmt::Debug for Loaded {

@@ -4,19 +4,20 @@ use std::fmt;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
 /// Where log lines go. A failed write is not reported anywhere: there is nowhere left to report it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Log {
-    out: File,
+    out: Arc<File>,
 }
 
 impl Log {
     /// A log into `out`, opened for appending.
     pub fn new(out: File) -> Log {
-        Log { out }
+        Log { out: Arc::new(out) }
     }
 
     /// The log of a process whose standard error is the log, or a terminal that stands for it.
@@ -25,14 +26,14 @@ impl Log {
             .as_fd()
             .try_clone_to_owned()
             .map_err(|error| Error::os("use standard error as the log", &error))?;
-        Ok(Log { out: File::from(out) })
+        Ok(Log::new(File::from(out)))
     }
 
     /// Writes `text` with the present time in front, in one write, so that lines of two processes that append
     /// to one file do not mix.
     pub fn line(&self, text: impl fmt::Display) {
         let line = format!("{:.3} {text}\n", jiff::Timestamp::now());
-        let _ = (&self.out).write_all(line.as_bytes());
+        let _ = (&*self.out).write_all(line.as_bytes());
     }
 }
 

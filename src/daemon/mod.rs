@@ -3,10 +3,12 @@
 pub mod config;
 mod connection;
 pub mod leases;
+pub mod ledger;
 pub mod listener;
 pub mod load;
 pub mod log;
 pub mod preload;
+pub mod promise;
 pub mod registered;
 pub mod serve;
 pub mod spawn;

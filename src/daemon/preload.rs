@@ -9,13 +9,17 @@ use rustix::process::{Resource, getrlimit};
 use crate::budget::{self, limits};
 use crate::control::message::{Progress, ReadCounts};
 use crate::daemon::config::Config;
+use crate::daemon::ledger::{Ledger, Share};
 use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
+use crate::daemon::log::Log;
+use crate::daemon::promise::{self, Promise};
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
 use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
 use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
+use crate::registry::{BaseDir, Seat};
 use crate::source::{self, Direct, Selection};
 use crate::view::{View, ViewLink};
 
@@ -36,13 +40,15 @@ const DESCRIPTORS_SERVING: u64 = 256;
 const DESCRIPTORS_OF_FILE: u64 = 4;
 
 /// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
-pub fn work(config: &Config) -> Work {
-    let config = config.clone();
-    Work { load: Box::new(move |control| load(&config, control)), publish: Box::new(publish) }
+pub fn work(config: &Config, log: &Log) -> Work {
+    let (config, log) = (config.clone(), log.clone());
+    // Taken now, before there is a client or a memory file: nothing of either gets a lower number.
+    let seat = Seat::lowest();
+    Work { load: Box::new(move |control| load(&config, seat, &log, control)), publish: Box::new(publish) }
 }
 
 /// Loads what `config` asks for. On failure nothing is left.
-fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
+fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -> Result<Loaded> {
     let started = Instant::now();
     let selection = source::select(Path::new(&config.source), &config.rules)?;
     if source::identity::digest(&selection) != config.selection {
@@ -55,11 +61,14 @@ fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
         _ => error,
     };
     let settings = settings(config, &plan).map_err(refused)?;
-    let grant = admit(config, &plan, &settings).map_err(refused)?;
-    let watch = Reporter::new(control, &plan, started);
+    // Both are given back after the memory: a value that was made later is dropped earlier.
+    let (grant, promise) = admit(config, &plan, &settings, log).map_err(refused)?;
+    let mut share = take_share(config, &plan, log).map_err(refused)?;
+    seat.into_iter().for_each(|seat| share.take_seat(seat));
+    let watch = Reporter::new(control, &plan, started, promise);
     let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
     watch.report();
-    Ok(loaded(config, &selection, &settings, resident))
+    Ok(loaded(config, &selection, &settings, resident, share))
 }
 
 fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
@@ -111,7 +120,7 @@ fn random() -> u64 {
     }
 }
 
-fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
+fn admit(config: &Config, plan: &Plan, settings: &Settings, log: &Log) -> Result<(budget::Grant, Promise)> {
     let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
@@ -125,18 +134,29 @@ fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Gr
         memory_bytes_max: config.limits.memory_bytes_max,
         force: config.limits.force,
     };
-    budget::admit(&request, &budget::available()?)
+    let run_dir = BaseDir::prepared(config.base.clone().into()).run_dir();
+    promise::admit(&request, &config.name, &run_dir, log)
+}
+
+/// Takes the cache's share of the quota, before anything is allocated: the segments in whole pages, without the
+/// buffers.
+fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Share> {
+    let proposes = config.limits.resident_bytes_max;
+    let (share, notes) =
+        Ledger::of_socket(&config.socket).reserve(&config.name, plan.allocated_bytes(), proposes)?;
+    notes.iter().for_each(|note| log.line(format_args!("quota: {note}")));
+    Ok(share)
 }
 
 /// Adds up what the workers report.
 struct Reporter<'a> {
     control: &'a LoadControl,
     started: Instant,
-    progress: Mutex<Progress>,
+    progress: Mutex<(Progress, Promise)>,
 }
 
 impl Reporter<'_> {
-    fn new<'a>(control: &'a LoadControl, plan: &Plan, started: Instant) -> Reporter<'a> {
+    fn new<'a>(control: &'a LoadControl, plan: &Plan, started: Instant, promise: Promise) -> Reporter<'a> {
         let progress = Progress {
             bytes_total: plan.bytes(),
             files_total: plan.targets.len() as u64,
@@ -144,7 +164,7 @@ impl Reporter<'_> {
             files_done: plan.targets.iter().filter(|target| target.bytes == 0).count() as u64,
             ..Progress::default()
         };
-        let reporter = Reporter { control, started, progress: Mutex::new(progress) };
+        let reporter = Reporter { control, started, progress: Mutex::new((progress, promise)) };
         reporter.report();
         reporter
     }
@@ -154,8 +174,10 @@ impl Reporter<'_> {
     }
 
     fn change(&self, change: impl FnOnce(&mut Progress)) {
-        let mut progress = self.progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        change(&mut progress);
+        let mut locked = self.progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (progress, promise) = &mut *locked;
+        change(progress);
+        promise.lower(progress.bytes_done);
         progress.seconds = self.started.elapsed().as_secs_f64();
         self.control.progress(*progress);
     }
@@ -175,7 +197,13 @@ impl Watch for Reporter<'_> {
     }
 }
 
-fn loaded(config: &Config, selection: &Selection, settings: &Settings, resident: Resident) -> Loaded {
+fn loaded(
+    config: &Config,
+    selection: &Selection,
+    settings: &Settings,
+    resident: Resident,
+    share: Share,
+) -> Loaded {
     let mut links = Vec::new();
     let mut passthrough = Vec::new();
     for (file, segment) in selection.files.iter().zip(&resident.segment_of_file) {
@@ -207,6 +235,7 @@ fn loaded(config: &Config, selection: &Selection, settings: &Settings, resident:
             warnings: selection.warnings.clone(),
         },
         keep: Box::new(resident),
+        share: Some(share),
     }
 }
 

@@ -21,6 +21,7 @@ use crate::budget::limits;
 use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status};
 use crate::daemon::config::Config;
 use crate::daemon::leases::{ConnectionId, DESCRIPTORS_PER_LEASE, LEASES_MAX, Leases};
+use crate::daemon::ledger::Share;
 use crate::daemon::listener::{CONNECTIONS_MAX, Event, Listener};
 use crate::daemon::load::{
     Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work,
@@ -308,6 +309,11 @@ impl Server {
             Ok(published) => published,
             Err(error) => return self.fail(error),
         };
+        // From here on the start has succeeded, but for the quota that it was to set.
+        if let Some(Err(error)) = loaded.share.as_mut().map(Share::commit) {
+            self.withdraw(withdraw, false);
+            return self.fail(error.context("the quota cannot be set (--max-resident-bytes)"));
+        }
         let progress = self.load.progress();
         for warning in loaded.report.warnings.iter().chain(&notes) {
             self.log.line(format_args!("warning: {warning}"));

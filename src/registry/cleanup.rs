@@ -12,11 +12,11 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use super::dir::{self, failed};
-use super::{Lock, Paths, Record};
+use super::{Claims, Lock, Paths, Record, claims};
 use crate::error::{Error, Kind, Result, shown};
 
 /// Removes what a daemon that ended without an orderly end left in files beside its registration: socket, pid
-/// file, half-written registrations. The view comes before that and is `view`'s to remove, the registration
+/// file, half-written registrations, and what it had of the quota and of promised memory. The view comes before that and is `view`'s to remove, the registration
 /// last ([`clean_up_registration`]); the lock file stays for its holder.
 ///
 /// `held` is the name's lock, held by the caller. `record` is what was registered, where it can be read.
@@ -26,14 +26,15 @@ pub fn clean_up_files(paths: &Paths, record: Option<&Record>, held: &Lock) -> Ve
     let socket = record.map_or(paths.socket.as_path(), |record| Path::new(&record.socket));
     let pid_file = record.map_or(paths.pid_file.as_path(), |record| Path::new(&record.pid_file));
     let half_written = remove_temporary_records(&paths.record);
-    [
+    claims::sweep_promises(&paths.run_dir());
+    let freed = socket.parent().map_or(Ok(Vec::new()), |directory| Claims::of_quota(directory).sweep());
+    let freed = freed.unwrap_or_else(|error| vec![error.message().to_owned()]);
+    let told = [
         told("socket", socket, remove_socket(socket)),
         told("pid file", pid_file, remove_pid_file(pid_file, record.map(|record| record.pid))),
         told("half-written registrations in", &paths.record, half_written),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
+    ];
+    told.into_iter().flatten().chain(freed).collect()
 }
 
 /// Removes the registration of a dead daemon: the end of a clean-up, so that an interrupted one is taken up

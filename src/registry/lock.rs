@@ -14,7 +14,7 @@
 //! then locks a file without a name; so whoever has locked it looks whether the path still leads to it.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -92,6 +92,14 @@ impl Lock {
         &self.path
     }
 
+    /// Holds it by the descriptor `seat` from now on, in place of what that was; as before where that fails.
+    pub(super) fn move_to(&mut self, mut seat: OwnedFd) {
+        // A copy of the descriptor holds the same lock.
+        if rustix::io::dup3(&self.descriptor, &mut seat, rustix::io::DupFlags::CLOEXEC).is_ok() {
+            self.descriptor = seat;
+        }
+    }
+
     /// Whether the path still leads to the file that is locked: not so once BASE was removed or cleaned.
     ///
     /// # Errors
@@ -114,6 +122,12 @@ impl Lock {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(errno) => Err(failed("remove", &self.path)(errno)),
         }
+    }
+}
+
+impl AsFd for Lock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
     }
 }
 
@@ -154,6 +168,13 @@ fn open(path: &Path, access: OFlags) -> Result<Option<OwnedFd>> {
     let descriptor = match fs::open(path, flags, FILE_MODE) {
         Err(Errno::NOENT) if !access.contains(OFlags::CREATE) => return Ok(None),
         Err(Errno::LOOP) => return Err(foreign(path, "a symbolic link")),
+        Err(Errno::ACCESS) => {
+            let owner = fs::statat(fs::CWD, path, AtFlags::SYMLINK_NOFOLLOW).map(|found| found.st_uid);
+            return Err(match owner {
+                Ok(owner) if owner != dir::our_uid() => another_users(path, owner),
+                _ => failed("open the lock file", path)(Errno::ACCESS),
+            });
+        }
         opened => opened.map_err(failed("open the lock file", path))?,
     };
     let found = fs::fstat(&descriptor).map_err(failed("look at", path))?;
@@ -161,7 +182,7 @@ fn open(path: &Path, access: OFlags) -> Result<Option<OwnedFd>> {
         return Err(foreign(path, "not a regular file"));
     }
     if found.st_uid != dir::our_uid() {
-        return Err(foreign(path, &format!("another user's (uid {})", found.st_uid)));
+        return Err(another_users(path, found.st_uid));
     }
     if found.st_nlink == 0 {
         return Ok(None);
@@ -179,6 +200,10 @@ fn still_names(path: &Path, descriptor: &OwnedFd) -> Result<bool> {
         Err(Errno::NOENT | Errno::NOTDIR) => Ok(false),
         Err(errno) => Err(failed("look at", path)(errno)),
     }
+}
+
+fn another_users(path: &Path, owner: u32) -> Error {
+    foreign(path, &format!("another user's (uid {owner})"))
 }
 
 fn foreign(path: &Path, what: &str) -> Error {

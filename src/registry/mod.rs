@@ -5,6 +5,7 @@
 //! whether it lives. A pid in a file or the mere existence of one never does.
 
 pub mod base_dir;
+pub mod claims;
 mod cleanup;
 pub(crate) mod dir;
 mod file_system;
@@ -16,6 +17,7 @@ pub mod record;
 pub(crate) mod testing;
 
 pub use base_dir::{BaseDir, Environment};
+pub use claims::{Claim, Claims, Group, Seat, Terms};
 pub use cleanup::{clean_up_files, clean_up_registration, remove_pid_file, remove_socket, write_pid_file};
 pub use lock::Lock;
 pub use name::Name;

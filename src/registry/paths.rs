@@ -29,6 +29,13 @@ pub struct Paths {
     pub view: PathBuf,
 }
 
+impl Paths {
+    /// `BASE/run`, where the name's lock is.
+    pub(super) fn run_dir(&self) -> PathBuf {
+        self.lock.parent().map_or_else(PathBuf::new, Path::to_owned)
+    }
+}
+
 impl BaseDir {
     /// Where the things of the cache `name` stand by default.
     pub fn paths(&self, name: &Name) -> Paths {

@@ -179,7 +179,12 @@ impl Sandbox {
     /// Starts a load and stops its daemon's process in the middle of it. `None`, with a line that says why,
     /// where the load cannot be made slow enough to be met. It goes on when the value is dropped.
     pub(crate) fn freeze(&self) -> Option<Frozen> {
-        let ran = self.start(&[&SLOWLY[..], &["--no-wait"]].concat()).expect(0);
+        self.freeze_with(&[])
+    }
+
+    /// The same of a start with more `words`.
+    pub(crate) fn freeze_with(&self, words: &[&str]) -> Option<Frozen> {
+        let ran = self.start(&[&SLOWLY[..], &["--no-wait"], words].concat()).expect(0);
         until("progress", || {
             let status = self.status();
             status["state"] == "ready" || status["progress"]["bytes_done"].as_u64() > Some(0)
@@ -420,12 +425,12 @@ pub(crate) fn entries(directory: &Path) -> Vec<String> {
     names
 }
 
-fn processes() -> Vec<u32> {
+pub(crate) fn processes() -> Vec<u32> {
     entries(Path::new("/proc")).iter().filter_map(|name| name.parse().ok()).collect()
 }
 
 /// What a process has open, as far as it can be seen.
-fn open_files(pid: u32) -> Vec<PathBuf> {
+pub(crate) fn open_files(pid: u32) -> Vec<PathBuf> {
     let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
     descriptors.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()).collect()
 }

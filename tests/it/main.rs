@@ -4,6 +4,7 @@
 
 mod containers;
 mod copy;
+mod crowd;
 mod dead;
 mod file_systems;
 mod harness;
@@ -12,6 +13,7 @@ mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod quota;
 mod resting;
 mod reuse;
 mod start;

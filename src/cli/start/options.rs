@@ -112,7 +112,10 @@ pub(crate) struct LimitArgs {
     /// Memory to leave for others [default: 256MiB]
     #[arg(long, value_name = "SIZE")]
     pub(super) reserve_bytes: Option<ByteSize>,
-    /// Skip the check of available memory; caps still hold
+    /// Quota for all caches whose sockets are in one directory, set when this start succeeds and kept; 0: none [default: as it is]
+    #[arg(long, value_name = "SIZE")]
+    pub(super) max_resident_bytes: Option<ByteSize>,
+    /// Skip the check of available memory; caps and quota still hold
     #[arg(long)]
     pub(super) force: bool,
 }

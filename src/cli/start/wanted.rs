@@ -152,6 +152,7 @@ fn limits_of(args: &StartArgs) -> Limits {
         memory_fraction: given.max_memory_fraction,
         memory_bytes_max: given.max_memory_bytes.map(|size| size.0),
         reserve_bytes: given.reserve_bytes.map_or(super::super::args::RESERVE_BYTES, |size| size.0),
+        resident_bytes_max: given.max_resident_bytes.map(|size| size.0),
         force: given.force,
     }
 }
@@ -235,6 +236,7 @@ mod tests {
             &["--no-wait"],
             &["--socket", "/elsewhere/socket"],
             &["--max-memory-fraction", "0.5", "--reserve-bytes", "0"],
+            &["--max-resident-bytes", "1GiB"],
         ] {
             assert_eq!(identity(same), plain, "{same:?}");
         }

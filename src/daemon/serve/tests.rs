@@ -79,7 +79,13 @@ fn config(base: &BaseDir, paths: &Paths) -> Config {
             direct: "auto".to_owned(),
             backing: "auto".to_owned(),
         },
-        limits: Limits { memory_fraction: 0.9, memory_bytes_max: None, reserve_bytes: 0, force: false },
+        limits: Limits {
+            memory_fraction: 0.9,
+            memory_bytes_max: None,
+            reserve_bytes: 0,
+            resident_bytes_max: None,
+            force: false,
+        },
         idle_ttl_seconds: None,
         loads_unattended: false,
         selection: "def".to_owned(),
@@ -127,6 +133,7 @@ fn loaded(files: usize, keep: Segments) -> Loaded {
             ..LoadReport::default()
         },
         keep: Box::new(keep),
+        share: None,
     }
 }
 

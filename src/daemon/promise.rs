@@ -1,0 +1,150 @@
+//! Admission, one start at a time: each counts what the starts before it have still to fill.
+//!
+//! The system counts memory as taken once it is touched, and a load touches it over seconds or minutes. So a start
+//! that was admitted promises the rest to itself: others see what is available less all promises.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::budget::{self, Grant, Request};
+use crate::daemon::log::Log;
+use crate::error::{Kind, Result};
+use crate::registry::{Claim, Claims, Terms};
+
+/// A promise is lowered when so much more was filled, or so much time has passed: often enough for others not to be
+/// refused for long, seldom enough to cost nothing.
+const LOWERED_EVERY_BYTES: u64 = 64 << 20;
+const LOWERED_EVERY: Duration = Duration::from_millis(100);
+
+/// What a load may still fill. Dropped, or lowered to nothing, it counts no more.
+#[derive(Debug)]
+pub struct Promise {
+    claim: Claim,
+    terms: Terms,
+    need_bytes: u64,
+    lowered: Instant,
+}
+
+/// Admits `request` for the cache `name` beside all starts of this user that are under way, and promises what it
+/// needs. `run_dir` is where promises are counted if they cannot be counted for the whole user.
+///
+/// # Errors
+///
+/// As [`budget::admit`]; others where promises cannot be read or written. Nothing is then promised.
+pub fn admit(request: &Request, name: &str, run_dir: &Path, log: &Log) -> Result<(Grant, Promise)> {
+    let (claims, narrower) = Claims::of_promises(run_dir);
+    if let Some(why) = narrower {
+        log.line(format_args!("only the starts of this BASE are counted at admission: {why}"));
+    }
+    admit_beside(&claims, request, name, log)
+}
+
+/// Bytes that the starts of this user which are under way have still to fill, where that can be told. Changes nothing.
+pub fn promised_bytes() -> u64 {
+    let Some(claims) = Claims::standing_promises() else { return 0 };
+    let promises = claims.lock().and_then(|mut group| group.peek()).unwrap_or_default();
+    promises.iter().fold(0, |sum, terms| sum.saturating_add(terms.bytes))
+}
+
+fn admit_beside(claims: &Claims, request: &Request, name: &str, log: &Log) -> Result<(Grant, Promise)> {
+    let mut group = claims.lock()?;
+    // In this order: what another start fills in between is then counted twice, and never not at all.
+    let promised_bytes = group.live()?.iter().fold(0, |sum: u64, terms| sum.saturating_add(terms.bytes));
+    let mut available = budget::available()?;
+    available.promised_bytes = promised_bytes;
+    group.take_notes().iter().for_each(|note| log.line(format_args!("promised memory: {note}")));
+    let grant = budget::admit(request, &available)?;
+    let need_bytes = grant.need_bytes();
+    let terms = Terms { bytes: need_bytes, proposes: None, name: name.to_owned(), pid: std::process::id() };
+    let claim = group.add(&terms).map_err(|error| match error.kind() {
+        Kind::NoRoom => error.hint("make room there: starts count each other by these files"),
+        _ => error,
+    })?;
+    Ok((grant, Promise { claim, terms, need_bytes, lowered: Instant::now() }))
+}
+
+impl Promise {
+    /// Says that `filled_bytes` are in memory by now. Cheap: mostly it does nothing.
+    pub fn lower(&mut self, filled_bytes: u64) {
+        let left = self.need_bytes.saturating_sub(filled_bytes);
+        let gained = self.terms.bytes.saturating_sub(left);
+        let is_due = gained >= LOWERED_EVERY_BYTES || self.lowered.elapsed() >= LOWERED_EVERY;
+        if gained == 0 || !is_due {
+            return;
+        }
+        self.lowered = Instant::now();
+        let lower = Terms { bytes: left, ..self.terms.clone() };
+        // Where it cannot be written it stays too high, which is the safe side.
+        if self.claim.rewrite(&lower).is_ok() {
+            self.terms = lower;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(need_bytes: u64) -> Request {
+        Request { need_bytes, memory_fraction: 1.0, reserve_bytes: 0, memory_bytes_max: None, force: false }
+    }
+
+    fn promised(claims: &Claims) -> u64 {
+        claims.lock().unwrap().peek().unwrap().iter().map(|terms| terms.bytes).sum()
+    }
+
+    /// Most of what there is, so that two do not fit whatever others do meanwhile.
+    fn most() -> u64 {
+        budget::available().unwrap().bytes / 3 * 2
+    }
+
+    #[test]
+    fn a_start_counts_what_another_has_still_to_fill() {
+        let home = tempfile::tempdir().unwrap();
+        let claims = Claims::of_quota(home.path());
+        let log = Log::new(tempfile::tempfile().unwrap());
+        let need = most();
+        let (grant, mut first) = admit_beside(&claims, &request(need), "a", &log).unwrap();
+        assert_eq!((grant.need_bytes(), promised(&claims)), (need, need));
+        let refused = admit_beside(&claims, &request(need), "b", &log).unwrap_err();
+        assert_eq!(refused.kind(), Kind::NoRoom);
+        assert!(refused.message().contains("promised to starts under way"), "{refused}");
+        assert_eq!(promised(&claims), need, "who is refused promises nothing");
+        // Forced, it is admitted, and counted by the next.
+        let forced = Request { force: true, ..request(need) };
+        let (_, second) = admit_beside(&claims, &forced, "b", &log).unwrap();
+        assert_eq!(promised(&claims), 2 * need);
+        drop(second);
+        // As if it had filled all but a byte of it.
+        first.lower(need - 1);
+        assert_eq!(promised(&claims), 1);
+        let (_, third) = admit_beside(&claims, &request(need), "b", &log).unwrap();
+        drop(first);
+        assert_eq!(promised(&claims), need);
+        third.claim.crash();
+        assert_eq!(promised(&claims), 0, "a crash leaves nothing");
+        drop(admit_beside(&claims, &request(1), "c", &log).unwrap());
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "nor a file, for the next");
+    }
+
+    #[test]
+    fn a_promise_is_never_below_what_is_left() {
+        let home = tempfile::tempdir().unwrap();
+        let claims = Claims::of_quota(home.path());
+        let log = Log::new(tempfile::tempfile().unwrap());
+        let need = 300 << 20;
+        let (_, mut promise) =
+            admit_beside(&claims, &Request { force: true, ..request(need) }, "a", &log).unwrap();
+        let mut filled = 0;
+        while filled < need {
+            filled += 7 << 20;
+            promise.lower(filled);
+            let promised = promised(&claims);
+            assert!(promised >= need.saturating_sub(filled), "{promised} at {filled}");
+            assert!(
+                promised <= (need + LOWERED_EVERY_BYTES).saturating_sub(filled),
+                "{promised} at {filled}"
+            );
+        }
+    }
+}
