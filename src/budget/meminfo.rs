@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::cgroup;
+use super::cgroup::Groups;
 use super::room::{Room, read};
 use crate::error::{Error, Kind, Result};
 
@@ -13,6 +13,9 @@ pub struct Availability {
     pub bytes: u64,
     /// The limit with the least room. Of equals, the first found, so that the host's comes first.
     pub binding: Room,
+    /// The same if every dirty page of files under those limits were written already: what is missing to
+    /// this is there in a moment.
+    pub when_written_bytes: u64,
     /// Every limit that was found, the host's first, then the cgroups from ours upwards.
     pub rooms: Vec<Room>,
     /// Limit files that exist but could not be read, each with the reason; their limits are not counted.
@@ -25,28 +28,67 @@ impl Availability {
         // `min_by_key` gives the first of equals.
         let binding = rooms.iter().min_by_key(|room| room.bytes).cloned();
         let binding = binding.expect("the host's room is always among the rooms");
-        Availability { bytes: binding.bytes, binding, rooms, unread: Vec::new() }
+        let bytes = binding.bytes;
+        Availability { bytes, when_written_bytes: bytes, binding, rooms, unread: Vec::new() }
     }
 }
 
-/// What this process may still allocate, read afresh: a number that is true for a moment only.
+/// The limits that hold for this process: found once, and read as often as one likes.
+#[derive(Debug)]
+pub struct Limits {
+    root: PathBuf,
+    groups: Groups,
+    /// What could not be read when they were found.
+    unread: Vec<String>,
+}
+
+impl Limits {
+    /// Finds the limits of this process.
+    pub fn find() -> Limits {
+        Limits::find_under(Path::new("/"), std::process::id())
+    }
+
+    /// [`Limits::find`] for the process `pid` of the system whose `/proc` and cgroup mounts stand under `root`.
+    fn find_under(root: &Path, pid: u32) -> Limits {
+        let mut unread = Vec::new();
+        let groups = Groups::find(root, pid, &mut unread);
+        Limits { root: root.to_owned(), groups, unread }
+    }
+
+    /// What this process may still allocate, read afresh: a number that is true for a moment only. Some small
+    /// files are read, in about a tenth of a millisecond.
+    ///
+    /// # Errors
+    ///
+    /// When `/proc/meminfo` cannot be read or has no `MemAvailable`. Cgroup files that cannot be read are
+    /// listed in [`Availability::unread`] instead.
+    pub fn available(&mut self) -> Result<Availability> {
+        self.groups.follow(&mut self.unread);
+        let mut rooms = host_rooms(&self.root)?;
+        let mut unread = self.unread.clone();
+        // Of the host, MemAvailable counts dirty pages as available already.
+        let mut when_written = rooms.iter().map(|room| room.bytes).min().unwrap_or(0);
+        for allowed in self.groups.allowed(&mut unread) {
+            when_written = when_written.min(allowed.room.bytes.saturating_add(allowed.unwritten_bytes));
+            rooms.push(allowed.room);
+        }
+        Ok(Availability { when_written_bytes: when_written, unread, ..Availability::of(rooms) })
+    }
+
+    /// The control group that memory of this process is charged to, such as `cgroup v2 /user.slice`; `None`
+    /// where the kernel charges none.
+    pub fn charged_cgroup(&self) -> Option<&str> {
+        self.groups.charged()
+    }
+}
+
+/// What this process may still allocate now: [`Limits::available`] of limits that are just found.
 ///
 /// # Errors
 ///
-/// When `/proc/meminfo` cannot be read or has no `MemAvailable`. Cgroup files that cannot be read are
-/// listed in [`Availability::unread`] instead.
+/// As of [`Limits::available`].
 pub fn available() -> Result<Availability> {
-    available_under(Path::new("/"), std::process::id())
-}
-
-/// [`available`] for the process `pid` of the system whose `/proc` and cgroup mounts stand under `root`.
-fn available_under(root: &Path, pid: u32) -> Result<Availability> {
-    let mut rooms = host_rooms(root)?;
-    let mut unread = Vec::new();
-    rooms.extend(cgroup::rooms(root, pid, &mut unread));
-    let mut availability = Availability::of(rooms);
-    availability.unread = unread;
-    Ok(availability)
+    Limits::find().available()
 }
 
 fn host_rooms(root: &Path) -> Result<Vec<Room>> {
@@ -85,6 +127,10 @@ pub fn field(meminfo: &str, name: &str) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::budget::cgroup::tests::System;
+
+    fn available_under(root: &Path, pid: u32) -> Result<Availability> {
+        Limits::find_under(root, pid).available()
+    }
 
     const MEMINFO: &str = "MemTotal:       24683656 kB\nMemFree:        22525064 kB\n\
         MemAvailable:   24295328 kB\nBuffers:           13672 kB\nCommitLimit:    12341828 kB\n\

@@ -7,7 +7,8 @@ pub mod cgroup;
 pub mod limits;
 pub mod meminfo;
 mod room;
+pub mod watch;
 
 pub use admit::{Grant, Request, admit};
-pub use meminfo::{Availability, available};
+pub use meminfo::{Availability, Limits, available};
 pub use room::Room;
