@@ -103,12 +103,18 @@ fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
         request.memory_fraction,
         ByteSize(available.bytes),
     );
-    let mut ways = vec!["stop another cache (iloader list)", "select fewer files (--pattern)"];
+    let mut ways = vec!["stop another cache (iloader list)".to_owned()];
+    ways.push(match room {
+        0 => "select fewer files (--pattern)".to_owned(),
+        _ => format!(
+            "select fewer files, which need {fits} at most (--pattern; iloader inspect shows the need)"
+        ),
+    });
     if request.need_bytes <= available.bytes {
-        ways.push("leave less to others (--max-memory-fraction, --reserve-bytes)");
+        ways.push("leave less to others (--max-memory-fraction, --reserve-bytes)".to_owned());
     }
     if limit.contains("cgroup") {
-        ways.push("raise the cgroup's memory limit");
+        ways.push(format!("raise the memory limit of {limit}"));
     }
     Error::new(Kind::NoRoom, message).hint(format!("{}, or skip this check (--force)", ways.join(", ")))
 }
@@ -168,8 +174,9 @@ mod tests {
         assert_eq!(
             error.hint_text(),
             Some(
-                "stop another cache (iloader list), select fewer files (--pattern), \
-                 raise the cgroup's memory limit, or skip this check (--force)"
+                "stop another cache (iloader list), select fewer files, which need 11.9 GiB at most (--pattern; \
+                 iloader inspect shows the need), raise the memory limit of cgroup v1 /box, or skip this check \
+                 (--force)"
             )
         );
     }

@@ -99,6 +99,16 @@ impl Course {
         if self.critical_looks >= CRITICAL_LOOKS || short >= patience { Verdict::Stop } else { Verdict::Hold }
     }
 
+    /// Whether there is too little room, as the last look found.
+    pub fn is_short(&self) -> bool {
+        self.short_since.is_some()
+    }
+
+    /// How long there has been too little room, at a look that was just judged.
+    pub fn short_for(&self, at: Duration) -> Duration {
+        self.short_since.map_or(Duration::ZERO, |since| at.saturating_sub(since))
+    }
+
     /// When to look again at the latest.
     pub fn next_look(&self, look: &Look) -> Duration {
         if self.short_since.is_some() {

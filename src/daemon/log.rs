@@ -28,6 +28,11 @@ impl Log {
         Ok(Log { out: File::from(out) })
     }
 
+    /// A log into the same file, for another thread.
+    pub fn try_clone(&self) -> Result<Log> {
+        self.out.try_clone().map(Log::new).map_err(|error| Error::os("share the log", &error))
+    }
+
     /// Writes `text` with the present time in front, in one write, so that lines of two processes that append
     /// to one file do not mix.
     pub fn line(&self, text: impl fmt::Display) {

@@ -10,3 +10,4 @@ pub mod preload;
 pub mod registered;
 pub mod serve;
 pub mod spawn;
+mod watch;

@@ -10,6 +10,8 @@ use crate::budget::{self, limits};
 use crate::control::message::{Progress, ReadCounts};
 use crate::daemon::config::Config;
 use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
+use crate::daemon::log::Log;
+use crate::daemon::watch::MemoryWatch;
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
 use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
@@ -17,6 +19,7 @@ use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
 use crate::source::{self, Direct, Selection};
+use crate::units::ByteSize;
 use crate::view::{View, ViewLink};
 
 /// Where the numbers of published descriptors begin: a random number in this range, so that the process
@@ -35,14 +38,15 @@ const DESCRIPTORS_SERVING: u64 = 256;
 /// What each file under way has open: the source, perhaps twice, and the memory file, perhaps twice.
 const DESCRIPTORS_OF_FILE: u64 = 4;
 
-/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
-pub fn work(config: &Config) -> Work {
+/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors. What a
+/// load was admitted against goes to `log`.
+pub fn work(config: &Config, log: Log) -> Work {
     let config = config.clone();
-    Work { load: Box::new(move |control| load(&config, control)), publish: Box::new(publish) }
+    Work { load: Box::new(move |control| load(&config, control, &log)), publish: Box::new(publish) }
 }
 
 /// Loads what `config` asks for. On failure nothing is left.
-fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
+fn load(config: &Config, control: &LoadControl, log: &Log) -> Result<Loaded> {
     let started = Instant::now();
     let selection = source::select(Path::new(&config.source), &config.rules)?;
     if source::identity::digest(&selection) != config.selection {
@@ -55,9 +59,11 @@ fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
         _ => error,
     };
     let settings = settings(config, &plan).map_err(refused)?;
-    let grant = admit(config, &plan, &settings).map_err(refused)?;
-    let watch = Reporter::new(control, &plan, started);
-    let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
+    let mut room = budget::Limits::find();
+    let grant = admit(config, &plan, &settings, &mut room, log).map_err(refused)?;
+    let memory = MemoryWatch::new(&config.name, plan.allocated_bytes(), room, control, log);
+    let watch = Reporter::new(control, &memory, &plan, started);
+    let resident = memory.over(|| memory::load(&plan, &selection, &settings, &grant, &watch))?;
     watch.report();
     Ok(loaded(config, &selection, &settings, resident))
 }
@@ -111,7 +117,14 @@ fn random() -> u64 {
     }
 }
 
-fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
+/// Asks for the memory, and writes down what there was: a kernel that kills the daemon later writes little.
+fn admit(
+    config: &Config,
+    plan: &Plan,
+    settings: &Settings,
+    room: &mut budget::Limits,
+    log: &Log,
+) -> Result<budget::Grant> {
     let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
@@ -125,18 +138,33 @@ fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Gr
         memory_bytes_max: config.limits.memory_bytes_max,
         force: config.limits.force,
     };
-    budget::admit(&request, &budget::available()?)
+    let available = room.available()?;
+    log.line(format_args!(
+        "needs {}, of {} available ({}){}",
+        ByteSize(request.need_bytes),
+        ByteSize(available.bytes),
+        available.binding.what,
+        if request.force { "; the check is skipped (--force)" } else { "" }
+    ));
+    available.unread.iter().for_each(|unread| log.line(format_args!("a limit is not known: {unread}")));
+    budget::admit(&request, &available)
 }
 
 /// Adds up what the workers report.
 struct Reporter<'a> {
     control: &'a LoadControl,
+    memory: &'a MemoryWatch<'a>,
     started: Instant,
     progress: Mutex<Progress>,
 }
 
 impl Reporter<'_> {
-    fn new<'a>(control: &'a LoadControl, plan: &Plan, started: Instant) -> Reporter<'a> {
+    fn new<'a>(
+        control: &'a LoadControl,
+        memory: &'a MemoryWatch<'a>,
+        plan: &Plan,
+        started: Instant,
+    ) -> Reporter<'a> {
         let progress = Progress {
             bytes_total: plan.bytes(),
             files_total: plan.targets.len() as u64,
@@ -144,7 +172,7 @@ impl Reporter<'_> {
             files_done: plan.targets.iter().filter(|target| target.bytes == 0).count() as u64,
             ..Progress::default()
         };
-        let reporter = Reporter { control, started, progress: Mutex::new(progress) };
+        let reporter = Reporter { control, memory, started, progress: Mutex::new(progress) };
         reporter.report();
         reporter
     }
@@ -172,6 +200,18 @@ impl Watch for Reporter<'_> {
 
     fn cancelled(&self) -> bool {
         self.control.cancelled()
+    }
+
+    fn may_take(&self, bytes: u64) -> bool {
+        self.memory.may_take(bytes)
+    }
+
+    fn took(&self, bytes: u64) {
+        self.memory.took(bytes);
+    }
+
+    fn left_untaken(&self, bytes: u64) {
+        self.memory.left_untaken(bytes);
     }
 }
 

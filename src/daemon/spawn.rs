@@ -235,7 +235,7 @@ fn boot(config: Config, lock: OwnedFd, signals: SignalDescriptor) -> Result<Star
     let base = BaseDir::prepared(config.base.clone().into());
     let lock = Lock::from_fd(lock, &base.paths(&config.name.parse()?).lock)?;
     let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
-    let work = preload::work(&config);
+    let work = preload::work(&config, log.try_clone()?);
     Ok(Start { config, listener, registered, log, work })
 }
 
@@ -259,7 +259,7 @@ pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
         }
     };
     let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
-    let work = preload::work(&config);
+    let work = preload::work(&config, log.try_clone()?);
     serve(Start { config, listener, registered, log, work })
 }
 
