@@ -213,6 +213,20 @@ pub(super) struct Groups {
     charged: Option<String>,
 }
 
+/// How often the kernel's OOM killer ended a process of a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OomKills {
+    /// How often, since the group was made.
+    pub count: u64,
+    /// The file that says so.
+    pub counted_in: PathBuf,
+}
+
+/// Reads `memory.events` of v2 or `memory.oom_control` of v1.
+pub fn parse_oom_kills(text: &str) -> Option<u64> {
+    stat_value(text, "oom_kill")
+}
+
 impl Groups {
     /// Finds the groups of process `pid`, ours of each hierarchy first, on the system whose files stand under
     /// `root`. What exists but cannot be read goes to `unread`.
@@ -249,6 +263,18 @@ impl Groups {
         self.groups.iter().flat_map(|group| files.group_allows(group)).collect()
     }
 
+    /// The OOM kills in the group that memory of this process is charged to, where the kernel counts them.
+    pub(super) fn oom_kills(&self) -> Option<OomKills> {
+        let group = nearest(&self.groups)?;
+        let name = match group.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        };
+        let counted_in = group.directory.join(name);
+        let count = parse_oom_kills(&read(&self.root, &counted_in).ok()?)?;
+        Some(OomKills { count, counted_in })
+    }
+
     /// The group that the memory of this process is charged to, `None` where the kernel counts none.
     pub(super) fn charged(&self) -> Option<&str> {
         self.charged.as_deref()
@@ -257,17 +283,23 @@ impl Groups {
 
 const MEMBERSHIP: &str = "/proc/self/cgroup";
 
-/// Memory is charged to a process's group of the v1 hierarchy with the memory controller, where there is one.
-/// In the unified hierarchy it is the nearest group upwards for which the controller is enabled.
+/// Of the groups whose limits hold, ours first, the one that is charged: of the v1 hierarchy with the memory
+/// controller, where there is one; in the unified hierarchy the nearest for which the controller is enabled.
+fn nearest(groups: &[Group]) -> Option<&Group> {
+    let of = |version| {
+        groups.iter().filter(move |group| group.version == version).max_by_key(|group| group.depth())
+    };
+    of(Version::V1).or_else(|| of(Version::V2))
+}
+
 fn charged(membership: &Membership, groups: &[Group]) -> Option<String> {
+    // Told also where its directory can't be seen.
     if let Some(path) = &membership.v1 {
         return Some(named(Version::V1, path));
     }
     let path = membership.v2.as_deref()?;
-    let nearest =
-        groups.iter().filter(|group| group.version == Version::V2).max_by_key(|group| group.depth());
     // The hierarchy's own root has no limits, and so no such files.
-    Some(named(Version::V2, nearest.map_or(if groups.is_empty() { path } else { "/" }, |group| &group.path)))
+    Some(nearest(groups).map_or_else(|| named(Version::V2, path), Group::named))
 }
 
 /// The kernel's files under a root, and what of them could not be read.

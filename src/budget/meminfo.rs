@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::cgroup::Groups;
+use super::cgroup::{Groups, OomKills};
 use super::room::{Room, read};
 use crate::error::{Error, Kind, Result};
 
@@ -73,6 +73,12 @@ impl Limits {
             rooms.push(allowed.room);
         }
         Ok(Availability { when_written_bytes: when_written, unread, ..Availability::of(rooms) })
+    }
+
+    /// How often the kernel's OOM killer ended a process of the group that memory of this process is charged
+    /// to, where it counts that.
+    pub fn oom_kills(&self) -> Option<OomKills> {
+        self.groups.oom_kills()
     }
 
     /// The control group that memory of this process is charged to, such as `cgroup v2 /user.slice`; `None`

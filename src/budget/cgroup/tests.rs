@@ -270,3 +270,92 @@ fn what_cannot_be_read_is_told() {
     assert!(rooms(system.root(), 1, &mut unread).is_empty());
     assert_eq!(unread, ["/cg/a/memory.max: it is a directory"]);
 }
+
+/// A system as a file of `tests/fixtures/cgroup` tells it: `== PATH`, then the text of that file. Process 4242 is
+/// the one that looks.
+fn system_of(fixture: &str) -> System {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/cgroup");
+    let text = std::fs::read_to_string(directory.join(fixture)).unwrap();
+    let system = System::new();
+    for section in text.split("\n== ").skip(1) {
+        let (path, content) = section.split_once('\n').unwrap();
+        system.write(path, &format!("{}\n", content.trim_end()));
+    }
+    system
+}
+
+/// What is found on a system that was written down: each limit with its room, and the group that is charged.
+#[track_caller]
+fn expect(fixture: &str, rooms: &[(u64, &str)], charged: &str) {
+    let system = system_of(fixture);
+    let rooms: Vec<_> = rooms.iter().map(|(bytes, what)| (*bytes, what.to_string())).collect();
+    assert_eq!(system.found(), rooms, "{fixture}");
+    let groups = Groups::find(system.root(), 4242, &mut Vec::new());
+    assert_eq!(groups.charged(), Some(charged), "{fixture}");
+}
+
+#[test]
+fn systems_of_version_1() {
+    let nested = [(258_306_048, "cgroup v1 /batch/job.1"), (526_942_208, "cgroup v1 /batch")];
+    expect("hybrid-nested.txt", &nested, "cgroup v1 /batch/job.1/step");
+    // Found by the process number below a mount that is older than the namespace.
+    expect("v1-namespace.txt", &nested, "cgroup v1 /");
+    let group =
+        "cgroup v1 /libpod_parent/libpod-b1b4a8965a231d23f2deb83d2b885bc7cf9d6bface27479c52a2b1e49a69873a";
+    expect("v1-container-bind.txt", &[(313_249_792, group)], group);
+    expect("v1-container-private.txt", &[(313_303_040, "cgroup v1 /")], "cgroup v1 /");
+    let group = "cgroup v1 /kubepods/burstable/pod6a1c2b8e-0d0d-4f39-9d7b-2f1f0a6f3c11/8f1d3f0f6c0f5c7f";
+    let above = format!("a hidden ancestor of {group}");
+    expect("v1-pod.txt", &[(8_065_646_592, &above)], group);
+}
+
+#[test]
+fn systems_of_version_2() {
+    let session = "/user.slice/user-1000.slice/user@1000.service/app.slice/run-r4c1f.scope";
+    expect(
+        "v2-user-session.txt",
+        &[(10_690_271_744, "cgroup v2 /user.slice/user-1000.slice")],
+        &format!("cgroup v2 {session}"),
+    );
+    expect("v2-unlimited.txt", &[], "cgroup v2 /system.slice");
+    expect("v2-pod.txt", &[(2_679_111_680, "cgroup v2 /")], "cgroup v2 /");
+}
+
+#[test]
+fn kills_are_counted_where_the_memory_is_charged() {
+    let kills = |fixture| {
+        let system = system_of(fixture);
+        let kills = Groups::find(system.root(), 4242, &mut Vec::new()).oom_kills().unwrap();
+        (kills.count, kills.counted_in.to_str().unwrap().to_owned())
+    };
+    assert_eq!(kills("v1-pod.txt"), (1, "/sys/fs/cgroup/memory/memory.oom_control".to_owned()));
+    assert_eq!(kills("v2-pod.txt"), (3, "/sys/fs/cgroup/memory.events".to_owned()));
+    assert_eq!(
+        kills("hybrid-nested.txt"),
+        (0, "/sys/fs/cgroup/memory/batch/job.1/step/memory.oom_control".to_owned())
+    );
+}
+
+#[test]
+fn pages_that_are_not_written_yet_are_told_apart() {
+    let system = system_of("hybrid-nested.txt");
+    let allowed = Groups::find(system.root(), 4242, &mut Vec::new()).allowed(&mut Vec::new());
+    assert_eq!(allowed[0].unwritten_bytes, 8_396_800);
+}
+
+#[test]
+fn a_process_that_was_moved_is_followed() {
+    let system = System::new();
+    system.write("/proc/self/cgroup", "0::/a\n");
+    system.write("/proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup2 x rw\n");
+    system.v2("/cg/a", "100", "max", 0);
+    system.v2("/cg/b", "70", "max", 0);
+    let mut groups = Groups::find(system.root(), 1, &mut Vec::new());
+    let room = |groups: &Groups| groups.allowed(&mut Vec::new())[0].room.bytes;
+    assert_eq!(room(&groups), 100);
+    system.v2("/cg/a", "90", "max", 0);
+    assert_eq!(room(&groups), 90, "a limit that is lowered is seen at the next look");
+    system.write("/proc/self/cgroup", "0::/b\n");
+    groups.follow(&mut Vec::new());
+    assert_eq!((room(&groups), groups.charged()), (70, Some("cgroup v2 /b")));
+}
