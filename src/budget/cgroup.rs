@@ -202,6 +202,11 @@ pub(super) struct Allowed {
     pub(super) unwritten_bytes: u64,
 }
 
+fn allows(limit: u64, usage: u64, pages: FilePages, what: String) -> Allowed {
+    let room = Room { bytes: room_bytes(limit, usage, pages.clean_bytes), what };
+    Allowed { room, unwritten_bytes: pages.unwritten_bytes }
+}
+
 /// The groups whose limits hold for one process: found once, so that a look reads their numbers alone.
 #[derive(Debug)]
 pub(super) struct Groups {
@@ -379,45 +384,48 @@ impl Files<'_> {
     }
 
     fn group_allows(&mut self, group: &Group) -> Vec<Allowed> {
-        let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
-        let pages = parse_file_pages(group.version, &stat);
-        let room = |limit, usage, what| Allowed {
-            room: Room { bytes: room_bytes(limit, usage, pages.clean_bytes), what },
-            unwritten_bytes: pages.unwritten_bytes,
+        let mut allowed = match group.version {
+            Version::V1 => self.v1_allows(group),
+            Version::V2 => self.v2_allows(group),
         };
-        let mut allowed = Vec::new();
-        match group.version {
-            Version::V1 => {
-                let usage = self.number(group, "memory.usage_in_bytes");
-                if let Some(limit) = self.limit(group, "memory.limit_in_bytes") {
-                    allowed.push(room(limit, usage, group.named()));
-                }
-                // Of the hidden ancestor only the limit is told. Its usage is at least ours, so that this
-                // is the most that it can leave.
-                if group.topmost
-                    && let Some(limit) = parse_hierarchical_limit(&stat)
-                {
-                    allowed.push(room(limit, usage, format!("a hidden ancestor of {}", group.named())));
-                }
-                // Memory and swap together: pages that were swapped out count here and not above.
-                if let Some(limit) = self.limit(group, "memory.memsw.limit_in_bytes") {
-                    let usage = self.number(group, "memory.memsw.usage_in_bytes");
-                    allowed.push(room(limit, usage, format!("{} (memory and swap)", group.named())));
-                }
-            }
-            Version::V2 => {
-                let usage = self.number(group, "memory.current");
-                // Above `memory.high` a group is not killed but slowed down until it hardly moves.
-                let limits = [self.limit(group, "memory.max"), self.limit(group, "memory.high")];
-                if let Some(limit) = limits.into_iter().flatten().min() {
-                    allowed.push(room(limit, usage, group.named()));
-                }
-            }
-        }
         // Of equal limits on one group the first names it best: a hidden ancestor matters only where it
         // leaves less.
         allowed.dedup_by(|later, earlier| later.room.bytes >= earlier.room.bytes);
         allowed
+    }
+
+    fn v1_allows(&mut self, group: &Group) -> Vec<Allowed> {
+        let limit = self.limit(group, "memory.limit_in_bytes");
+        // Memory and swap together: pages that were swapped out count here and not above.
+        let with_swap = self.limit(group, "memory.memsw.limit_in_bytes");
+        if limit.or(with_swap).is_none() && !group.topmost {
+            return Vec::new();
+        }
+        let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
+        let pages = parse_file_pages(group.version, &stat);
+        let usage = self.number(group, "memory.usage_in_bytes");
+        let mut allowed = Vec::from_iter(limit.map(|limit| allows(limit, usage, pages, group.named())));
+        // Of the hidden ancestor only the limit is told. Its usage is at least ours, so that this is the
+        // most that it can leave.
+        if group.topmost
+            && let Some(limit) = parse_hierarchical_limit(&stat)
+        {
+            allowed.push(allows(limit, usage, pages, format!("a hidden ancestor of {}", group.named())));
+        }
+        if let Some(limit) = with_swap {
+            let usage = self.number(group, "memory.memsw.usage_in_bytes");
+            allowed.push(allows(limit, usage, pages, format!("{} (memory and swap)", group.named())));
+        }
+        allowed
+    }
+
+    fn v2_allows(&mut self, group: &Group) -> Vec<Allowed> {
+        // Above `memory.high` a group is not killed but slowed down until it hardly moves.
+        let limits = [self.limit(group, "memory.max"), self.limit(group, "memory.high")];
+        let Some(limit) = limits.into_iter().flatten().min() else { return Vec::new() };
+        let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
+        let usage = self.number(group, "memory.current");
+        vec![allows(limit, usage, parse_file_pages(group.version, &stat), group.named())]
     }
 
     fn limit(&mut self, group: &Group, name: &str) -> Option<u64> {

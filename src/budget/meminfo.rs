@@ -38,6 +38,8 @@ impl Availability {
 pub struct Limits {
     root: PathBuf,
     groups: Groups,
+    /// Whether the kernel counts what is promised against a limit.
+    is_overcommit_strict: bool,
     /// What could not be read when they were found.
     unread: Vec<String>,
 }
@@ -52,7 +54,10 @@ impl Limits {
     fn find_under(root: &Path, pid: u32) -> Limits {
         let mut unread = Vec::new();
         let groups = Groups::find(root, pid, &mut unread);
-        Limits { root: root.to_owned(), groups, unread }
+        // Where the setting cannot be read (a bare /proc), the default applies, which has no such limit.
+        let mode = read(root, Path::new("/proc/sys/vm/overcommit_memory"));
+        let is_overcommit_strict = mode.is_ok_and(|mode| mode.trim() == "2");
+        Limits { root: root.to_owned(), groups, is_overcommit_strict, unread }
     }
 
     /// What this process may still allocate, read afresh: a number that is true for a moment only. Some small
@@ -64,7 +69,7 @@ impl Limits {
     /// listed in [`Availability::unread`] instead.
     pub fn available(&mut self) -> Result<Availability> {
         self.groups.follow(&mut self.unread);
-        let mut rooms = host_rooms(&self.root)?;
+        let mut rooms = self.host_rooms()?;
         let mut unread = self.unread.clone();
         // Of the host, MemAvailable counts dirty pages as available already.
         let mut when_written = rooms.iter().map(|room| room.bytes).min().unwrap_or(0);
@@ -86,6 +91,21 @@ impl Limits {
     pub fn charged_cgroup(&self) -> Option<&str> {
         self.groups.charged()
     }
+
+    fn host_rooms(&self) -> Result<Vec<Room>> {
+        let path = PathBuf::from("/proc/meminfo");
+        let text = read(&self.root, &path).map_err(|cause| Error::io("read", &path, &cause))?;
+        let bytes = field(&text, "MemAvailable").ok_or_else(|| {
+            Error::new(Kind::Failed, "/proc/meminfo has no MemAvailable: the room on this host is unknown")
+                .hint("mount /proc of a Linux kernel 3.14 or newer")
+        })?;
+        let mut rooms = vec![Room { bytes, what: "host MemAvailable".to_owned() }];
+        // Under strict accounting an allocation fails at the commit limit, however much memory is free.
+        if self.is_overcommit_strict {
+            rooms.extend(commit_room(&text));
+        }
+        Ok(rooms)
+    }
 }
 
 /// What this process may still allocate now: [`Limits::available`] of limits that are just found.
@@ -95,23 +115,6 @@ impl Limits {
 /// As of [`Limits::available`].
 pub fn available() -> Result<Availability> {
     Limits::find().available()
-}
-
-fn host_rooms(root: &Path) -> Result<Vec<Room>> {
-    let path = PathBuf::from("/proc/meminfo");
-    let text = read(root, &path).map_err(|cause| Error::io("read", &path, &cause))?;
-    let bytes = field(&text, "MemAvailable").ok_or_else(|| {
-        Error::new(Kind::Failed, "/proc/meminfo has no MemAvailable: the room on this host is unknown")
-            .hint("mount /proc of a Linux kernel 3.14 or newer")
-    })?;
-    let mut rooms = vec![Room { bytes, what: "host MemAvailable".to_owned() }];
-    // Under strict accounting an allocation fails at the commit limit, however much memory is free. Where
-    // the setting cannot be read (a bare /proc), the default applies, which has no such limit.
-    let strict = read(root, Path::new("/proc/sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
-    if strict {
-        rooms.extend(commit_room(&text));
-    }
-    Ok(rooms)
 }
 
 /// The room under the commit limit, which holds where `vm.overcommit_memory` is 2.

@@ -27,9 +27,13 @@ const PATIENCE_WRITING: Duration = Duration::from_secs(10);
 /// neighbour grows while it waits.
 const CRITICAL_LOOKS: u32 = 2;
 
-/// The times between two looks. The longer the way to the floor, the later the next one.
-const LOOK_SOONEST: Duration = Duration::from_millis(10);
+/// The times between two looks. The longer the way to the floor, the later the next one: each takes some tenths
+/// of a millisecond, of which a load that runs must not notice anything.
+const LOOK_SOONEST: Duration = Duration::from_millis(20);
 const LOOK_LATEST: Duration = Duration::from_millis(200);
+
+/// The same for a load that is held.
+const LOOK_WHILE_HELD: Duration = Duration::from_millis(10);
 
 /// How many bytes a second a neighbour is believed to take: faulting pages in, several processes at once.
 const NEIGHBOUR_BYTES_PER_SECOND: u64 = 8 << 30;
@@ -112,7 +116,7 @@ impl Course {
     /// When to look again at the latest.
     pub fn next_look(&self, look: &Look) -> Duration {
         if self.short_since.is_some() {
-            return LOOK_SOONEST;
+            return LOOK_WHILE_HELD;
         }
         let spare = look.room_bytes.saturating_sub(look.wanted_bytes());
         let way = Duration::from_secs_f64(spare as f64 / NEIGHBOUR_BYTES_PER_SECOND as f64);
@@ -209,7 +213,7 @@ mod tests {
         assert_eq!(course.next_look(&look(128, 90_000)), LOOK_SOONEST);
         let mut held = Course::default();
         assert_eq!(held.judge(&look(100, 500), at(0)), Verdict::Hold);
-        assert_eq!(held.next_look(&look(100, 500)), LOOK_SOONEST);
+        assert_eq!(held.next_look(&look(100, 500)), LOOK_WHILE_HELD);
     }
 
     proptest! {

@@ -11,6 +11,7 @@ mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod memory;
 mod resting;
 mod reuse;
 mod start;
