@@ -117,9 +117,13 @@ impl<'a> MemoryWatch<'a> {
             return true;
         }
         let mut looks = self.looks();
-        // Another worker may have looked meanwhile; and a load that is held waits for the next look.
-        let is_fresh = || looks.last.is_some_and(|last| last.elapsed() < LOOK_AGAIN);
-        if !is_allowed() && !(looks.course.is_short() && is_fresh()) {
+        // Another worker may have looked meanwhile.
+        if is_allowed() {
+            return true;
+        }
+        let is_fresh = looks.last.is_some_and(|last| last.elapsed() < LOOK_AGAIN);
+        let waits_for_next_look = looks.course.is_short() && is_fresh;
+        if !waits_for_next_look {
             self.look(&mut looks);
         }
         if !is_allowed() {

@@ -112,7 +112,7 @@ pub(crate) struct LimitArgs {
     /// Memory to leave for others [default: 256MiB]
     #[arg(long, value_name = "SIZE")]
     pub(super) reserve_bytes: Option<ByteSize>,
-    /// Skip the check of available memory; caps still hold
+    /// Skip the check of available memory; caps, and the watch while loading, still hold
     #[arg(long)]
     pub(super) force: bool,
 }
