@@ -109,14 +109,22 @@ fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
     };
     let message =
         format!("needs {need}, but {fits} is available{after} ({:?} of {of})", request.memory_fraction);
-    let waits = (available.promised_bytes > 0).then_some("wait for the starts under way");
-    let mut ways: Vec<&str> = waits.into_iter().collect();
-    ways.extend(["stop another cache (iloader list)", "select fewer files (--pattern)"]);
+    let mut ways = Vec::new();
+    if available.promised_bytes > 0 {
+        ways.push("wait for the starts under way".to_owned());
+    }
+    ways.push("stop another cache (iloader list)".to_owned());
+    ways.push(match room {
+        0 => "select fewer files (--pattern)".to_owned(),
+        _ => format!(
+            "select fewer files, which need {fits} at most (--pattern; iloader inspect shows the need)"
+        ),
+    });
     if request.need_bytes <= available.bytes {
-        ways.push("leave less to others (--max-memory-fraction, --reserve-bytes)");
+        ways.push("leave less to others (--max-memory-fraction, --reserve-bytes)".to_owned());
     }
     if limit.contains("cgroup") {
-        ways.push("raise the cgroup's memory limit");
+        ways.push(format!("raise the memory limit of {limit}"));
     }
     Error::new(Kind::NoRoom, message).hint(format!("{}, or skip this check (--force)", ways.join(", ")))
 }
@@ -176,8 +184,9 @@ mod tests {
         assert_eq!(
             error.hint_text(),
             Some(
-                "stop another cache (iloader list), select fewer files (--pattern), \
-                 raise the cgroup's memory limit, or skip this check (--force)"
+                "stop another cache (iloader list), select fewer files, which need 11.9 GiB at most (--pattern; \
+                 iloader inspect shows the need), raise the memory limit of cgroup v1 /box, or skip this check \
+                 (--force)"
             )
         );
     }

@@ -125,17 +125,26 @@ pub fn parse_limit(text: &str) -> Option<u64> {
     text.trim().parse().ok().filter(|limit| *limit < UNLIMITED_V1)
 }
 
-/// The bytes of page cache in a `memory.stat` that the kernel can drop at once when the group meets its
-/// limit: file pages that are neither dirty nor being written. Shared memory is on other lists.
-pub fn parse_reclaimable(version: Version, stat: &str) -> u64 {
-    let (files, unclean) = match version {
+/// The page cache in a `memory.stat`. Shared memory is on other lists: a cache of ours is no part of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FilePages {
+    /// Bytes that the kernel can drop at once when the group meets its limit.
+    pub clean_bytes: u64,
+    /// Bytes that it can drop after they were written: dirty ones, and those being written.
+    pub unwritten_bytes: u64,
+}
+
+/// Reads the page cache of a group and all below it from its `memory.stat`.
+pub fn parse_file_pages(version: Version, stat: &str) -> FilePages {
+    let (files, unwritten) = match version {
         Version::V1 => (["total_inactive_file", "total_active_file"], ["total_dirty", "total_writeback"]),
         Version::V2 => (["inactive_file", "active_file"], ["file_dirty", "file_writeback"]),
     };
     let sum = |names: [&str; 2]| {
         names.iter().fold(0u64, |sum, name| sum.saturating_add(stat_value(stat, name).unwrap_or(0)))
     };
-    sum(files).saturating_sub(sum(unclean))
+    let (files, unwritten) = (sum(files), sum(unwritten));
+    FilePages { clean_bytes: files.saturating_sub(unwritten), unwritten_bytes: unwritten.min(files) }
 }
 
 /// The smallest v1 limit of a group and all its ancestors, hidden ones too, from its `memory.stat`.
@@ -166,38 +175,136 @@ struct Group {
 
 impl Group {
     fn named(&self) -> String {
-        // Levels above our namespace have no names; what was found below them reads better alone.
-        let mut path = self.path.as_str();
-        while let Some(rest) =
-            path.strip_prefix("/..").filter(|rest| rest.is_empty() || rest.starts_with('/'))
-        {
-            path = rest;
-        }
-        format!("{} {}", self.version, shown(if path.is_empty() { "/" } else { path }))
+        named(self.version, &self.path)
+    }
+
+    /// How many names its path has.
+    fn depth(&self) -> usize {
+        self.path.split('/').filter(|part| !part.is_empty()).count()
     }
 }
 
-/// The room under each limit of the groups of process `pid`, on the system whose files stand under `root`.
-/// What exists but cannot be read goes to `unread`.
-pub(super) fn rooms(root: &Path, pid: u32, unread: &mut Vec<String>) -> Vec<Room> {
-    let mut files = Files { root, unread };
-    // A kernel without control groups has neither file.
-    let Some(membership) = files.read(Path::new("/proc/self/cgroup")) else { return Vec::new() };
-    let Some(mounts) = files.read(Path::new("/proc/self/mountinfo")) else { return Vec::new() };
-    let membership = parse_membership(&membership);
-    let mut seen: Vec<(Version, String)> = Vec::new();
-    let mut rooms = Vec::new();
-    for mount in parse_mounts(&mounts) {
-        for group in files.groups(&mount, &membership, pid) {
-            let key = (group.version, group.path.clone());
-            // A hierarchy may be mounted several times, each time showing another part of it.
-            if !seen.contains(&key) && files.has_limits(&group) {
-                seen.push(key);
-                rooms.extend(files.group_rooms(&group));
+/// A group for messages.
+fn named(version: Version, mut path: &str) -> String {
+    // Levels above our namespace have no names; what was found below them reads better alone.
+    while let Some(rest) = path.strip_prefix("/..").filter(|rest| rest.is_empty() || rest.starts_with('/')) {
+        path = rest;
+    }
+    format!("{version} {}", shown(if path.is_empty() { "/" } else { path }))
+}
+
+/// What one limit leaves now, and what it would leave if every page of the group's files were written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Allowed {
+    /// What it leaves now.
+    pub(super) room: Room,
+    /// Bytes more that it leaves once they are written.
+    pub(super) unwritten_bytes: u64,
+}
+
+fn allows(limit: u64, usage: u64, pages: FilePages, what: String) -> Allowed {
+    let room = Room { bytes: room_bytes(limit, usage, pages.clean_bytes), what };
+    Allowed { room, unwritten_bytes: pages.unwritten_bytes }
+}
+
+/// The groups whose limits hold for one process: found once, so that a look reads their numbers alone.
+#[derive(Debug)]
+pub(super) struct Groups {
+    root: PathBuf,
+    pid: u32,
+    /// `/proc/self/cgroup` as it was when they were found.
+    membership: String,
+    groups: Vec<Group>,
+    charged: Option<String>,
+}
+
+/// How often the kernel's OOM killer ended a process of a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OomKills {
+    /// How often, since the group was made.
+    pub count: u64,
+    /// The file that says so.
+    pub counted_in: PathBuf,
+}
+
+/// Reads `memory.events` of v2 or `memory.oom_control` of v1.
+pub fn parse_oom_kills(text: &str) -> Option<u64> {
+    stat_value(text, "oom_kill")
+}
+
+impl Groups {
+    /// Finds the groups of process `pid`, ours of each hierarchy first, on the system whose files stand under
+    /// `root`. What exists but cannot be read goes to `unread`.
+    pub(super) fn find(root: &Path, pid: u32, unread: &mut Vec<String>) -> Groups {
+        let mut files = Files { root, unread };
+        // A kernel without control groups has neither file.
+        let text = files.read(Path::new(MEMBERSHIP)).unwrap_or_default();
+        let mounts = files.read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
+        let membership = parse_membership(&text);
+        let mut groups: Vec<Group> = Vec::new();
+        for mount in parse_mounts(&mounts) {
+            for group in files.groups(&mount, &membership, pid) {
+                // A hierarchy may be mounted several times, each time showing another part of it.
+                let is_known = |known: &Group| (known.version, &known.path) == (group.version, &group.path);
+                if !groups.iter().any(is_known) && files.has_limits(&group) {
+                    groups.push(group);
+                }
             }
         }
+        let charged = charged(&membership, &groups);
+        Groups { root: root.to_owned(), pid, membership: text, groups, charged }
     }
-    rooms
+
+    /// Finds them anew where the process was moved to another group since.
+    pub(super) fn follow(&mut self, unread: &mut Vec<String>) {
+        if read(&self.root, Path::new(MEMBERSHIP)).is_ok_and(|now| now != self.membership) {
+            *self = Groups::find(&self.root, self.pid, unread);
+        }
+    }
+
+    /// What each of their limits leaves now.
+    pub(super) fn allowed(&self, unread: &mut Vec<String>) -> Vec<Allowed> {
+        let mut files = Files { root: &self.root, unread };
+        self.groups.iter().flat_map(|group| files.group_allows(group)).collect()
+    }
+
+    /// The OOM kills in the group that memory of this process is charged to, where the kernel counts them.
+    pub(super) fn oom_kills(&self) -> Option<OomKills> {
+        let group = nearest(&self.groups)?;
+        let name = match group.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        };
+        let counted_in = group.directory.join(name);
+        let count = parse_oom_kills(&read(&self.root, &counted_in).ok()?)?;
+        Some(OomKills { count, counted_in })
+    }
+
+    /// The group that the memory of this process is charged to, `None` where the kernel counts none.
+    pub(super) fn charged(&self) -> Option<&str> {
+        self.charged.as_deref()
+    }
+}
+
+const MEMBERSHIP: &str = "/proc/self/cgroup";
+
+/// Of the groups whose limits hold, ours first, the one that is charged: of the v1 hierarchy with the memory
+/// controller, where there is one; in the unified hierarchy the nearest for which the controller is enabled.
+fn nearest(groups: &[Group]) -> Option<&Group> {
+    let of = |version| {
+        groups.iter().filter(move |group| group.version == version).max_by_key(|group| group.depth())
+    };
+    of(Version::V1).or_else(|| of(Version::V2))
+}
+
+fn charged(membership: &Membership, groups: &[Group]) -> Option<String> {
+    // Told also where its directory can't be seen.
+    if let Some(path) = &membership.v1 {
+        return Some(named(Version::V1, path));
+    }
+    let path = membership.v2.as_deref()?;
+    // The hierarchy's own root has no limits, and so no such files.
+    Some(nearest(groups).map_or_else(|| named(Version::V2, path), Group::named))
 }
 
 /// The kernel's files under a root, and what of them could not be read.
@@ -276,44 +383,49 @@ impl Files<'_> {
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    fn group_rooms(&mut self, group: &Group) -> Vec<Room> {
-        let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
-        let reclaimable = parse_reclaimable(group.version, &stat);
-        let mut rooms = Vec::new();
-        match group.version {
-            Version::V1 => {
-                let usage = self.number(group, "memory.usage_in_bytes");
-                if let Some(limit) = self.limit(group, "memory.limit_in_bytes") {
-                    rooms.push(Room { bytes: room_bytes(limit, usage, reclaimable), what: group.named() });
-                }
-                // Of the hidden ancestor only the limit is told. Its usage is at least ours, so that this
-                // is the most that it can leave.
-                if group.topmost
-                    && let Some(limit) = parse_hierarchical_limit(&stat)
-                {
-                    let what = format!("a hidden ancestor of {}", group.named());
-                    rooms.push(Room { bytes: room_bytes(limit, usage, reclaimable), what });
-                }
-                // Memory and swap together: pages that were swapped out count here and not above.
-                if let Some(limit) = self.limit(group, "memory.memsw.limit_in_bytes") {
-                    let usage = self.number(group, "memory.memsw.usage_in_bytes");
-                    let what = format!("{} (memory and swap)", group.named());
-                    rooms.push(Room { bytes: room_bytes(limit, usage, reclaimable), what });
-                }
-            }
-            Version::V2 => {
-                let usage = self.number(group, "memory.current");
-                // Above `memory.high` a group is not killed but slowed down until it hardly moves.
-                let limits = [self.limit(group, "memory.max"), self.limit(group, "memory.high")];
-                if let Some(limit) = limits.into_iter().flatten().min() {
-                    rooms.push(Room { bytes: room_bytes(limit, usage, reclaimable), what: group.named() });
-                }
-            }
-        }
+    fn group_allows(&mut self, group: &Group) -> Vec<Allowed> {
+        let mut allowed = match group.version {
+            Version::V1 => self.v1_allows(group),
+            Version::V2 => self.v2_allows(group),
+        };
         // Of equal limits on one group the first names it best: a hidden ancestor matters only where it
         // leaves less.
-        rooms.dedup_by(|later, earlier| later.bytes >= earlier.bytes);
-        rooms
+        allowed.dedup_by(|later, earlier| later.room.bytes >= earlier.room.bytes);
+        allowed
+    }
+
+    fn v1_allows(&mut self, group: &Group) -> Vec<Allowed> {
+        let limit = self.limit(group, "memory.limit_in_bytes");
+        // Memory and swap together: pages that were swapped out count here and not above.
+        let with_swap = self.limit(group, "memory.memsw.limit_in_bytes");
+        if limit.or(with_swap).is_none() && !group.topmost {
+            return Vec::new();
+        }
+        let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
+        let pages = parse_file_pages(group.version, &stat);
+        let usage = self.number(group, "memory.usage_in_bytes");
+        let mut allowed = Vec::from_iter(limit.map(|limit| allows(limit, usage, pages, group.named())));
+        // Of the hidden ancestor only the limit is told. Its usage is at least ours, so that this is the
+        // most that it can leave.
+        if group.topmost
+            && let Some(limit) = parse_hierarchical_limit(&stat)
+        {
+            allowed.push(allows(limit, usage, pages, format!("a hidden ancestor of {}", group.named())));
+        }
+        if let Some(limit) = with_swap {
+            let usage = self.number(group, "memory.memsw.usage_in_bytes");
+            allowed.push(allows(limit, usage, pages, format!("{} (memory and swap)", group.named())));
+        }
+        allowed
+    }
+
+    fn v2_allows(&mut self, group: &Group) -> Vec<Allowed> {
+        // Above `memory.high` a group is not killed but slowed down until it hardly moves.
+        let limits = [self.limit(group, "memory.max"), self.limit(group, "memory.high")];
+        let Some(limit) = limits.into_iter().flatten().min() else { return Vec::new() };
+        let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
+        let usage = self.number(group, "memory.current");
+        vec![allows(limit, usage, parse_file_pages(group.version, &stat), group.named())]
     }
 
     fn limit(&mut self, group: &Group, name: &str) -> Option<u64> {
@@ -389,277 +501,4 @@ fn find_group(top: &Path, levels: usize, rest: &[String], pid: u32) -> Option<Ve
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    /// A directory that stands for `/` of a system.
-    pub(in crate::budget) struct System(tempfile::TempDir);
-
-    impl System {
-        pub(in crate::budget) fn new() -> System {
-            System(tempfile::tempdir().unwrap())
-        }
-
-        pub(in crate::budget) fn root(&self) -> &Path {
-            self.0.path()
-        }
-
-        pub(in crate::budget) fn write(&self, path: &str, text: &str) {
-            let path = self.root().join(path.trim_start_matches('/'));
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        }
-
-        fn v1(&self, directory: &str, limit: u64, usage: u64, stat: &str) {
-            self.write(&format!("{directory}/memory.limit_in_bytes"), &format!("{limit}\n"));
-            self.write(&format!("{directory}/memory.usage_in_bytes"), &format!("{usage}\n"));
-            self.write(&format!("{directory}/memory.use_hierarchy"), "1\n");
-            self.write(&format!("{directory}/memory.stat"), stat);
-        }
-
-        fn v2(&self, directory: &str, max: &str, high: &str, current: u64) {
-            self.write(&format!("{directory}/memory.max"), &format!("{max}\n"));
-            self.write(&format!("{directory}/memory.high"), &format!("{high}\n"));
-            self.write(&format!("{directory}/memory.current"), &format!("{current}\n"));
-        }
-
-        fn found(&self) -> Vec<(u64, String)> {
-            let mut unread = Vec::new();
-            let found = rooms(self.root(), 4242, &mut unread);
-            assert_eq!(unread, Vec::<String>::new());
-            found.into_iter().map(|room| (room.bytes, room.what)).collect()
-        }
-    }
-
-    const NONE_V1: u64 = 9223372036854771712;
-
-    const HYBRID_CGROUP: &str = "9:name=systemd:/\n8:pids:/\n4:memory:/box/job\n1:cpu:/\n0::/slice\n";
-
-    const HYBRID_MOUNTINFO: &str = "\
-31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
-32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
-35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory
-40 31 0:37 / /sys/fs/cgroup/systemd rw,relatime - cgroup cgroup rw,name=systemd
-41 31 0:38 / /sys/fs/cgroup/unified rw,relatime shared:10 master:3 - cgroup2 cgroup2 rw
-";
-
-    const STAT_V1: &str = "\
-cache 2342912
-shmem 5000
-inactive_file 11
-active_file 22
-unevictable 0
-hierarchical_memory_limit 9223372036854771712
-hierarchical_memsw_limit 9223372036854771712
-total_cache 9000
-total_shmem 5000
-total_dirty 100
-total_writeback 50
-total_inactive_file 3000
-total_active_file 1000
-";
-
-    #[test]
-    fn membership_of_each_layout() {
-        let hybrid = parse_membership(HYBRID_CGROUP);
-        assert_eq!(hybrid, Membership { v1: Some("/box/job".into()), v2: Some("/slice".into()) });
-        let unified = parse_membership("0::/user.slice/a:b.scope\n");
-        assert_eq!(unified, Membership { v1: None, v2: Some("/user.slice/a:b.scope".into()) });
-        let joined = parse_membership("3:cpuset,memory:/x\n2:name=memory:/no\n");
-        assert_eq!(joined, Membership { v1: Some("/x".into()), v2: None });
-        assert_eq!(parse_membership("rubbish\n1:2\n\n"), Membership::default());
-    }
-
-    #[test]
-    fn mounts_of_each_layout() {
-        let mounts = parse_mounts(HYBRID_MOUNTINFO);
-        let found: Vec<_> =
-            mounts.iter().map(|mount| (mount.version, mount.point.to_str().unwrap())).collect();
-        assert_eq!(found, [(Version::V1, "/sys/fs/cgroup/memory"), (Version::V2, "/sys/fs/cgroup/unified")]);
-        let odd = parse_mounts("1 2 0:3 /a\\040b /c\\134d\\x rw - cgroup2 cgroup2 rw\n");
-        assert_eq!(odd[0].root, "/a b");
-        assert_eq!(odd[0].point, Path::new("/c\\d\\x"));
-        assert!(parse_mounts("1 2 0:3\n\n - cgroup2\n1 2 0:3 / /x rw - cgroup\n").is_empty());
-    }
-
-    #[test]
-    fn no_limit_in_either_spelling() {
-        assert_eq!(parse_limit("max\n"), None);
-        assert_eq!(parse_limit("9223372036854771712\n"), None);
-        assert_eq!(parse_limit("9223372036854710272\n"), None, "pages of 64 KiB");
-        assert_eq!(parse_limit("18446744073709551615\n"), None);
-        assert_eq!(parse_limit("1073741824\n"), Some(1 << 30));
-        assert_eq!(parse_limit("0\n"), Some(0));
-        assert_eq!(parse_limit("rubbish"), None);
-        assert_eq!(parse_hierarchical_limit("a 1\nhierarchical_memory_limit 77\n"), Some(77));
-        assert_eq!(parse_hierarchical_limit(STAT_V1), None);
-    }
-
-    #[test]
-    fn clean_file_pages_are_room() {
-        assert_eq!(parse_reclaimable(Version::V1, STAT_V1), 3850);
-        let v2 = "anon 5\nfile 900\nshmem 300\nfile_dirty 10\nfile_writeback 5\ninactive_file 400\nactive_file 200\n";
-        assert_eq!(parse_reclaimable(Version::V2, v2), 585);
-        assert_eq!(parse_reclaimable(Version::V2, "file_dirty 10\ninactive_file 4\n"), 0);
-        assert_eq!(parse_reclaimable(Version::V2, ""), 0);
-        assert_eq!(room_bytes(100, 70, 20), 50);
-        assert_eq!(room_bytes(100, 130, 20), 0);
-        assert_eq!(room_bytes(100, 10, 20), 100, "the counters are read one after the other");
-    }
-
-    #[test]
-    fn hybrid_counts_both_hierarchies_and_every_ancestor() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", HYBRID_CGROUP);
-        system.write("/proc/self/mountinfo", HYBRID_MOUNTINFO);
-        system.v1("/sys/fs/cgroup/memory", NONE_V1, 77777, STAT_V1);
-        system.v1("/sys/fs/cgroup/memory/box", 50000, 20000, STAT_V1);
-        system.v1("/sys/fs/cgroup/memory/box/job", NONE_V1, 1000, "");
-        // The unified hierarchy beside v1 has no memory controller: the files are missing.
-        system.write("/sys/fs/cgroup/unified/slice/cgroup.procs", "4242\n");
-        assert_eq!(system.found(), [(33850, "cgroup v1 /box".to_owned())]);
-    }
-
-    #[test]
-    fn v1_memory_and_swap_binds_where_pages_are_swapped_out() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "4:memory:/a\n");
-        system.write("/proc/self/mountinfo", HYBRID_MOUNTINFO);
-        system.v1("/sys/fs/cgroup/memory/a", 1000, 200, "");
-        system.write("/sys/fs/cgroup/memory/a/memory.memsw.limit_in_bytes", "1000\n");
-        system.write("/sys/fs/cgroup/memory/a/memory.memsw.usage_in_bytes", "700\n");
-        assert_eq!(
-            system.found(),
-            [(800, "cgroup v1 /a".to_owned()), (300, "cgroup v1 /a (memory and swap)".to_owned())]
-        );
-    }
-
-    #[test]
-    fn v1_without_hierarchy_ends_the_walk() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "4:memory:/a/b\n");
-        system.write("/proc/self/mountinfo", HYBRID_MOUNTINFO);
-        system.v1("/sys/fs/cgroup/memory/a", 10, 0, "");
-        system.v1("/sys/fs/cgroup/memory/a/b", 500, 0, "");
-        assert_eq!(system.found().len(), 2);
-        system.write("/sys/fs/cgroup/memory/a/memory.use_hierarchy", "0\n");
-        assert_eq!(system.found(), [(500, "cgroup v1 /a/b".to_owned())]);
-    }
-
-    #[test]
-    fn a_container_of_v1_sees_its_own_group_and_the_hidden_limit() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "4:memory:/docker/abc/sub\n");
-        system.write(
-            "/proc/self/mountinfo",
-            "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n",
-        );
-        system.v1("/sys/fs/cgroup/memory", 9000, 1000, "hierarchical_memory_limit 6000\n");
-        system.v1("/sys/fs/cgroup/memory/sub", NONE_V1, 10, "hierarchical_memory_limit 6000\n");
-        assert_eq!(
-            system.found(),
-            [
-                (8000, "cgroup v1 /docker/abc".to_owned()),
-                (5000, "a hidden ancestor of cgroup v1 /docker/abc".to_owned())
-            ]
-        );
-        system.v1("/sys/fs/cgroup/memory", 9000, 1000, "hierarchical_memory_limit 9000\n");
-        assert_eq!(system.found(), [(8000, "cgroup v1 /docker/abc".to_owned())]);
-    }
-
-    #[test]
-    fn v2_takes_the_smaller_of_max_and_high_at_every_level() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "0::/a/b/c\n");
-        system.write(
-            "/proc/self/mountinfo",
-            "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n",
-        );
-        system.write("/sys/fs/cgroup/cgroup.controllers", "cpu memory\n");
-        system.v2("/sys/fs/cgroup/a", "8000", "5000", 1000);
-        system.write("/sys/fs/cgroup/a/memory.stat", "inactive_file 300\nactive_file 200\nfile_dirty 100\n");
-        system.v2("/sys/fs/cgroup/a/b", "max", "max", 900);
-        system.v2("/sys/fs/cgroup/a/b/c", "7000", "max", 900);
-        assert_eq!(
-            system.found(),
-            [(6100, "cgroup v2 /a/b/c".to_owned()), (4400, "cgroup v2 /a".to_owned())]
-        );
-    }
-
-    #[test]
-    fn the_root_of_a_namespace_is_a_group_with_limits() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "0::/\n");
-        system.write("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n");
-        system.v2("/sys/fs/cgroup", "4000", "max", 1500);
-        assert_eq!(system.found(), [(2500, "cgroup v2 /".to_owned())]);
-    }
-
-    #[test]
-    fn our_group_is_found_below_a_mount_from_outside_the_namespace() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "4:memory:/job\n0::/../other\n");
-        system.write(
-            "/proc/self/mountinfo",
-            "35 31 0:32 /../.. /m rw - cgroup cgroup rw,memory\n36 31 0:33 / /u rw - cgroup2 cgroup2 rw\n",
-        );
-        for (group, limit) in [("/m/a/x/job", 100), ("/m/a/y/job", 200), ("/m/b/y/job", 300)] {
-            system.v1(group, limit, 0, "");
-        }
-        system.v1("/m/a/y", 150, 0, "");
-        system.write("/m/a/x/job/cgroup.procs", "42\n424\n");
-        system.write("/m/a/y/job/cgroup.procs", "1\n4242\n9999\n");
-        // The process was moved beside the root of its v2 namespace: nothing of that mount is above it.
-        system.v2("/u", "5", "max", 0);
-        assert_eq!(
-            system.found(),
-            [(200, "cgroup v1 /a/y/job".to_owned()), (150, "cgroup v1 /a/y".to_owned())]
-        );
-    }
-
-    #[test]
-    fn relations() {
-        let below = |parts: &[&str]| Relation::Below(parts.iter().map(|part| part.to_string()).collect());
-        assert_eq!(relation("/", "/"), below(&[]));
-        assert_eq!(relation("/", "/a/b"), below(&["a", "b"]));
-        assert_eq!(relation("/a", "/a/b"), below(&["b"]));
-        assert_eq!(relation("/a", "/ab"), Relation::Unrelated);
-        assert_eq!(relation("/a/b", "/a"), Relation::Unrelated);
-        assert_eq!(relation("/", "/../a"), Relation::Unrelated);
-        assert_eq!(relation("/..", "/../a"), below(&["a"]));
-        assert_eq!(relation("/../x", "/"), Relation::Unrelated);
-        assert_eq!(relation("/..", "/"), Relation::SomewhereBelow { levels: 1, rest: vec![] });
-        assert_eq!(
-            relation("/../..", "/../a"),
-            Relation::SomewhereBelow { levels: 1, rest: vec!["a".to_owned()] }
-        );
-    }
-
-    #[test]
-    fn a_hierarchy_mounted_twice_counts_once() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "0::/a/b\n");
-        system.write(
-            "/proc/self/mountinfo",
-            "1 0 0:1 /a/b /first rw - cgroup2 x rw\n2 0 0:1 / /second rw - cgroup2 x rw\n\
-             3 0 0:1 /elsewhere /third rw - cgroup2 x rw\n",
-        );
-        system.v2("/first", "100", "max", 0);
-        system.v2("/second/a/b", "100", "max", 0);
-        system.v2("/second/a", "90", "max", 0);
-        system.v2("/third", "1", "max", 0);
-        assert_eq!(system.found(), [(100, "cgroup v2 /a/b".to_owned()), (90, "cgroup v2 /a".to_owned())]);
-    }
-
-    #[test]
-    fn what_cannot_be_read_is_told() {
-        let system = System::new();
-        system.write("/proc/self/cgroup", "0::/a\n");
-        system.write("/proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup2 x rw\n");
-        // A directory in place of the file fails for root too.
-        std::fs::create_dir_all(system.root().join("cg/a/memory.max")).unwrap();
-        let mut unread = Vec::new();
-        assert!(rooms(system.root(), 1, &mut unread).is_empty());
-        assert_eq!(unread, ["/cg/a/memory.max: it is a directory"]);
-    }
-}
+pub(super) mod tests;

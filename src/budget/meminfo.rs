@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::cgroup;
+use super::cgroup::{Groups, OomKills};
 use super::room::{Room, read};
 use crate::error::{Error, Kind, Result};
 
@@ -13,6 +13,9 @@ pub struct Availability {
     pub bytes: u64,
     /// The limit with the least room. Of equals, the first found, so that the host's comes first.
     pub binding: Room,
+    /// The same if every dirty page of files under those limits were written already: what is missing to
+    /// this is there in a moment.
+    pub when_written_bytes: u64,
     /// Every limit that was found, the host's first, then the cgroups from ours upwards.
     pub rooms: Vec<Room>,
     /// Bytes that starts under way have still to fill: available now, and not for long.
@@ -27,7 +30,14 @@ impl Availability {
         // `min_by_key` gives the first of equals.
         let binding = rooms.iter().min_by_key(|room| room.bytes).cloned();
         let binding = binding.expect("the host's room is always among the rooms");
-        Availability { bytes: binding.bytes, binding, rooms, promised_bytes: 0, unread: Vec::new() }
+        Availability {
+            bytes: binding.bytes,
+            when_written_bytes: binding.bytes,
+            binding,
+            rooms,
+            promised_bytes: 0,
+            unread: Vec::new(),
+        }
     }
 
     /// What is available and promised to nobody.
@@ -36,41 +46,88 @@ impl Availability {
     }
 }
 
-/// What this process may still allocate, read afresh: a number that is true for a moment only.
+/// The limits that hold for this process: found once, and read as often as one likes.
+#[derive(Debug)]
+pub struct Limits {
+    root: PathBuf,
+    groups: Groups,
+    /// Whether the kernel counts what is promised against a limit.
+    is_overcommit_strict: bool,
+    /// What could not be read when they were found.
+    unread: Vec<String>,
+}
+
+impl Limits {
+    /// Finds the limits of this process.
+    pub fn find() -> Limits {
+        Limits::find_under(Path::new("/"), std::process::id())
+    }
+
+    /// [`Limits::find`] for the process `pid` of the system whose `/proc` and cgroup mounts stand under `root`.
+    fn find_under(root: &Path, pid: u32) -> Limits {
+        let mut unread = Vec::new();
+        let groups = Groups::find(root, pid, &mut unread);
+        // Where the setting cannot be read (a bare /proc), the default applies, which has no such limit.
+        let mode = read(root, Path::new("/proc/sys/vm/overcommit_memory"));
+        let is_overcommit_strict = mode.is_ok_and(|mode| mode.trim() == "2");
+        Limits { root: root.to_owned(), groups, is_overcommit_strict, unread }
+    }
+
+    /// What this process may still allocate, read afresh: a number that is true for a moment only. Some small
+    /// files are read, in about a tenth of a millisecond.
+    ///
+    /// # Errors
+    ///
+    /// When `/proc/meminfo` cannot be read or has no `MemAvailable`. Cgroup files that cannot be read are
+    /// listed in [`Availability::unread`] instead.
+    pub fn available(&mut self) -> Result<Availability> {
+        self.groups.follow(&mut self.unread);
+        let mut rooms = self.host_rooms()?;
+        let mut unread = self.unread.clone();
+        // Of the host, MemAvailable counts dirty pages as available already.
+        let mut when_written = rooms.iter().map(|room| room.bytes).min().unwrap_or(0);
+        for allowed in self.groups.allowed(&mut unread) {
+            when_written = when_written.min(allowed.room.bytes.saturating_add(allowed.unwritten_bytes));
+            rooms.push(allowed.room);
+        }
+        Ok(Availability { when_written_bytes: when_written, unread, ..Availability::of(rooms) })
+    }
+
+    /// How often the kernel's OOM killer ended a process of the group that memory of this process is charged
+    /// to, where it counts that.
+    pub fn oom_kills(&self) -> Option<OomKills> {
+        self.groups.oom_kills()
+    }
+
+    /// The control group that memory of this process is charged to, such as `cgroup v2 /user.slice`; `None`
+    /// where the kernel charges none.
+    pub fn charged_cgroup(&self) -> Option<&str> {
+        self.groups.charged()
+    }
+
+    fn host_rooms(&self) -> Result<Vec<Room>> {
+        let path = PathBuf::from("/proc/meminfo");
+        let text = read(&self.root, &path).map_err(|cause| Error::io("read", &path, &cause))?;
+        let bytes = field(&text, "MemAvailable").ok_or_else(|| {
+            Error::new(Kind::Failed, "/proc/meminfo has no MemAvailable: the room on this host is unknown")
+                .hint("mount /proc of a Linux kernel 3.14 or newer")
+        })?;
+        let mut rooms = vec![Room { bytes, what: "host MemAvailable".to_owned() }];
+        // Under strict accounting an allocation fails at the commit limit, however much memory is free.
+        if self.is_overcommit_strict {
+            rooms.extend(commit_room(&text));
+        }
+        Ok(rooms)
+    }
+}
+
+/// What this process may still allocate now: [`Limits::available`] of limits that are just found.
 ///
 /// # Errors
 ///
-/// When `/proc/meminfo` cannot be read or has no `MemAvailable`. Cgroup files that cannot be read are
-/// listed in [`Availability::unread`] instead.
+/// As of [`Limits::available`].
 pub fn available() -> Result<Availability> {
-    available_under(Path::new("/"), std::process::id())
-}
-
-/// [`available`] for the process `pid` of the system whose `/proc` and cgroup mounts stand under `root`.
-fn available_under(root: &Path, pid: u32) -> Result<Availability> {
-    let mut rooms = host_rooms(root)?;
-    let mut unread = Vec::new();
-    rooms.extend(cgroup::rooms(root, pid, &mut unread));
-    let mut availability = Availability::of(rooms);
-    availability.unread = unread;
-    Ok(availability)
-}
-
-fn host_rooms(root: &Path) -> Result<Vec<Room>> {
-    let path = PathBuf::from("/proc/meminfo");
-    let text = read(root, &path).map_err(|cause| Error::io("read", &path, &cause))?;
-    let bytes = field(&text, "MemAvailable").ok_or_else(|| {
-        Error::new(Kind::Failed, "/proc/meminfo has no MemAvailable: the room on this host is unknown")
-            .hint("mount /proc of a Linux kernel 3.14 or newer")
-    })?;
-    let mut rooms = vec![Room { bytes, what: "host MemAvailable".to_owned() }];
-    // Under strict accounting an allocation fails at the commit limit, however much memory is free. Where
-    // the setting cannot be read (a bare /proc), the default applies, which has no such limit.
-    let strict = read(root, Path::new("/proc/sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
-    if strict {
-        rooms.extend(commit_room(&text));
-    }
-    Ok(rooms)
+    Limits::find().available()
 }
 
 /// The room under the commit limit, which holds where `vm.overcommit_memory` is 2.
@@ -92,6 +149,10 @@ pub fn field(meminfo: &str, name: &str) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::budget::cgroup::tests::System;
+
+    fn available_under(root: &Path, pid: u32) -> Result<Availability> {
+        Limits::find_under(root, pid).available()
+    }
 
     const MEMINFO: &str = "MemTotal:       24683656 kB\nMemFree:        22525064 kB\n\
         MemAvailable:   24295328 kB\nBuffers:           13672 kB\nCommitLimit:    12341828 kB\n\

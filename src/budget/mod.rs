@@ -8,7 +8,8 @@ pub mod limits;
 pub mod meminfo;
 pub mod quota;
 mod room;
+pub mod watch;
 
 pub use admit::{Grant, Request, admit};
-pub use meminfo::{Availability, available};
+pub use meminfo::{Availability, Limits, available};
 pub use room::Room;

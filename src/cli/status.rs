@@ -325,6 +325,7 @@ fn memory_rows(status: &Status) -> Vec<(&'static str, String)> {
         |what: &str, why: &str| if why.is_empty() { what.to_owned() } else { format!("{what} ({why})") };
     let mut rows = vec![("backing", reason(&status.backing, &status.backing_reason))];
     rows.push(("engine", reason(&status.engine, &status.engine_reason)));
+    rows.extend(status.charged_cgroup.clone().map(|cgroup| ("charged to", cgroup)));
     if status.state == State::Ready {
         let (huge, all) = (status.huge_page_bytes, status.allocated_bytes);
         rows.push(("memory", ByteSize(all).to_string()));

@@ -283,7 +283,7 @@ impl Target {
         let message =
             format!("the daemon of {label} (pid {}) was killed or crashed; {leftovers}", record.pid);
         Error::new(Kind::Failed, message).hint(format!(
-            "start it again: iloader start {} --name {}; its log is {}",
+            "start it again: iloader start {} --name {}; its log is {}, and where memory ran out, dmesg says so",
             shown(&record.source),
             record.name,
             shown(&record.log_file)

@@ -233,6 +233,10 @@ pub struct Status {
     /// Seconds until eviction when idle, where set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ttl_seconds: Option<f64>,
+    /// The control group that the memory is charged to, such as `cgroup v2 /user.slice`; `None` where the kernel
+    /// charges none.
+    #[serde(default)]
+    pub charged_cgroup: Option<String>,
     /// Things the user should know about the load.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,

@@ -125,6 +125,8 @@ pub struct LoadControl {
     /// Progress was reported that the daemon has not looked at. While it is set, further reports wake nobody.
     unseen: AtomicBool,
     progress: Mutex<Progress>,
+    /// Why the load ends by itself before its end.
+    given_up: Mutex<Option<Error>>,
     outcome: Mutex<Option<Outcome>>,
 }
 
@@ -149,6 +151,21 @@ impl LoadControl {
     /// Whether the load should give up, with [`Kind::Cancelled`], as soon as it can.
     pub fn cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
+    }
+
+    /// Ends the load for `reason`, which is then its error unless it was done before it saw that.
+    pub(super) fn give_up(&self, reason: Error) {
+        locked(&self.given_up).get_or_insert(reason);
+        self.cancelled.store(true, Ordering::Relaxed);
+        self.wake();
+    }
+
+    /// The error of a load that gave up is the reason for that.
+    fn reason_of(&self, error: Error) -> Error {
+        match locked(&self.given_up).as_ref() {
+            Some(reason) if error.kind() == Kind::Cancelled => reason.clone(),
+            _ => error,
+        }
     }
 
     fn end(&self, outcome: Outcome) {
@@ -187,15 +204,18 @@ impl Load {
             cancelled: AtomicBool::new(false),
             unseen: AtomicBool::new(false),
             progress: Mutex::new(Progress::default()),
+            given_up: Mutex::new(None),
             outcome: Mutex::new(None),
         });
         let thread_control = Arc::clone(&control);
         let run = move || {
             let result = catch_unwind(AssertUnwindSafe(|| loader(&thread_control).map(Box::new)));
-            thread_control.end(Outcome::Loaded(result.unwrap_or_else(|_| {
+            let result = result.unwrap_or_else(|_| {
                 Err(Error::new(Kind::Failed, "the load stopped at an error of the program itself")
                     .hint("the log says where; please report it"))
-            })));
+            });
+            let result = result.map_err(|error| thread_control.reason_of(error));
+            thread_control.end(Outcome::Loaded(result));
         };
         std::thread::Builder::new()
             .name("load".to_owned())
@@ -208,6 +228,11 @@ impl Load {
     pub(super) fn progress(&self) -> Progress {
         self.control.unseen.store(false, Ordering::Release);
         *locked(&self.control.progress)
+    }
+
+    /// Why it ends by itself, from when it knows that on.
+    pub(super) fn given_up(&self) -> Option<Error> {
+        locked(&self.control.given_up).clone()
     }
 
     /// Asks it to give up.

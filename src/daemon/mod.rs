@@ -12,3 +12,4 @@ pub mod promise;
 pub mod registered;
 pub mod serve;
 pub mod spawn;
+mod watch;

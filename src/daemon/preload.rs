@@ -13,6 +13,7 @@ use crate::daemon::ledger::{Ledger, Share};
 use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
 use crate::daemon::log::Log;
 use crate::daemon::promise::{self, Promise};
+use crate::daemon::watch::MemoryWatch;
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
 use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
@@ -39,7 +40,8 @@ const DESCRIPTORS_SERVING: u64 = 256;
 /// What each file under way has open: the source, perhaps twice, and the memory file, perhaps twice.
 const DESCRIPTORS_OF_FILE: u64 = 4;
 
-/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
+/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors. What a
+/// load was admitted against goes to `log`.
 pub fn work(config: &Config, log: &Log) -> Work {
     let (config, log) = (config.clone(), log.clone());
     // Taken now, before there is a client or a memory file: nothing of either gets a lower number.
@@ -61,12 +63,14 @@ fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -
         _ => error,
     };
     let settings = settings(config, &plan).map_err(refused)?;
+    let mut room = budget::Limits::find();
     // Both are given back after the memory: a value that was made later is dropped earlier.
-    let (grant, promise) = admit(config, &plan, &settings, log).map_err(refused)?;
+    let (grant, promise) = admit(config, &plan, &settings, &mut room, log).map_err(refused)?;
     let mut share = take_share(config, &plan, log).map_err(refused)?;
     seat.into_iter().for_each(|seat| share.take_seat(seat));
-    let watch = Reporter::new(control, &plan, started, promise);
-    let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
+    let memory = MemoryWatch::new(&config.name, plan.allocated_bytes(), room, control, log);
+    let watch = Reporter::new(control, &memory, &plan, started, promise);
+    let resident = memory.over(|| memory::load(&plan, &selection, &settings, &grant, &watch))?;
     watch.report();
     Ok(loaded(config, &selection, &settings, resident, share))
 }
@@ -120,7 +124,14 @@ fn random() -> u64 {
     }
 }
 
-fn admit(config: &Config, plan: &Plan, settings: &Settings, log: &Log) -> Result<(budget::Grant, Promise)> {
+/// Asks for the memory, one start at a time.
+fn admit(
+    config: &Config,
+    plan: &Plan,
+    settings: &Settings,
+    room: &mut budget::Limits,
+    log: &Log,
+) -> Result<(budget::Grant, Promise)> {
     let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
@@ -135,7 +146,7 @@ fn admit(config: &Config, plan: &Plan, settings: &Settings, log: &Log) -> Result
         force: config.limits.force,
     };
     let run_dir = BaseDir::prepared(config.base.clone().into()).run_dir();
-    promise::admit(&request, &config.name, &run_dir, log)
+    promise::admit(&request, room, &config.name, &run_dir, log)
 }
 
 /// Takes the cache's share of the quota, before anything is allocated: the segments in whole pages, without the
@@ -151,12 +162,19 @@ fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Share> {
 /// Adds up what the workers report.
 struct Reporter<'a> {
     control: &'a LoadControl,
+    memory: &'a MemoryWatch<'a>,
     started: Instant,
     progress: Mutex<(Progress, Promise)>,
 }
 
 impl Reporter<'_> {
-    fn new<'a>(control: &'a LoadControl, plan: &Plan, started: Instant, promise: Promise) -> Reporter<'a> {
+    fn new<'a>(
+        control: &'a LoadControl,
+        memory: &'a MemoryWatch<'a>,
+        plan: &Plan,
+        started: Instant,
+        promise: Promise,
+    ) -> Reporter<'a> {
         let progress = Progress {
             bytes_total: plan.bytes(),
             files_total: plan.targets.len() as u64,
@@ -164,7 +182,7 @@ impl Reporter<'_> {
             files_done: plan.targets.iter().filter(|target| target.bytes == 0).count() as u64,
             ..Progress::default()
         };
-        let reporter = Reporter { control, started, progress: Mutex::new((progress, promise)) };
+        let reporter = Reporter { control, memory, started, progress: Mutex::new((progress, promise)) };
         reporter.report();
         reporter
     }
@@ -194,6 +212,18 @@ impl Watch for Reporter<'_> {
 
     fn cancelled(&self) -> bool {
         self.control.cancelled()
+    }
+
+    fn may_take(&self, bytes: u64) -> bool {
+        self.memory.may_take(bytes)
+    }
+
+    fn took(&self, bytes: u64) {
+        self.memory.took(bytes);
+    }
+
+    fn left_untaken(&self, bytes: u64) {
+        self.memory.left_untaken(bytes);
     }
 }
 

@@ -6,10 +6,11 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::budget::{self, Grant, Request};
+use crate::budget::{self, Availability, Grant, Limits, Request};
 use crate::daemon::log::Log;
 use crate::error::{Kind, Result};
 use crate::registry::{Claim, Claims, Terms};
+use crate::units::ByteSize;
 
 /// A promise is lowered when so much more was filled, or so much time has passed: often enough for others not to be
 /// refused for long, seldom enough to cost nothing.
@@ -25,18 +26,24 @@ pub struct Promise {
     lowered: Instant,
 }
 
-/// Admits `request` for the cache `name` beside all starts of this user that are under way, and promises what it
-/// needs. `run_dir` is where promises are counted if they cannot be counted for the whole user.
+/// Admits `request` for the cache `name` under `limits`, beside all starts of this user that are under way, and
+/// promises what it needs. `run_dir` is where promises are counted if they cannot be counted for the whole user.
 ///
 /// # Errors
 ///
 /// As [`budget::admit`]; others where promises cannot be read or written. Nothing is then promised.
-pub fn admit(request: &Request, name: &str, run_dir: &Path, log: &Log) -> Result<(Grant, Promise)> {
+pub fn admit(
+    request: &Request,
+    limits: &mut Limits,
+    name: &str,
+    run_dir: &Path,
+    log: &Log,
+) -> Result<(Grant, Promise)> {
     let (claims, narrower) = Claims::of_promises(run_dir);
     if let Some(why) = narrower {
         log.line(format_args!("only the starts of this BASE are counted at admission: {why}"));
     }
-    admit_beside(&claims, request, name, log)
+    admit_beside(&claims, request, limits, name, log)
 }
 
 /// Bytes that the starts of this user which are under way have still to fill, where that can be told. Changes nothing.
@@ -46,12 +53,19 @@ pub fn promised_bytes() -> u64 {
     promises.iter().fold(0, |sum, terms| sum.saturating_add(terms.bytes))
 }
 
-fn admit_beside(claims: &Claims, request: &Request, name: &str, log: &Log) -> Result<(Grant, Promise)> {
+fn admit_beside(
+    claims: &Claims,
+    request: &Request,
+    limits: &mut Limits,
+    name: &str,
+    log: &Log,
+) -> Result<(Grant, Promise)> {
     let mut group = claims.lock()?;
     // In this order: what another start fills in between is then counted twice, and never not at all.
     let promised_bytes = group.live()?.iter().fold(0, |sum: u64, terms| sum.saturating_add(terms.bytes));
-    let mut available = budget::available()?;
+    let mut available = limits.available()?;
     available.promised_bytes = promised_bytes;
+    write_down(request, &available, log);
     group.take_notes().iter().for_each(|note| log.line(format_args!("promised memory: {note}")));
     let grant = budget::admit(request, &available)?;
     let need_bytes = grant.need_bytes();
@@ -61,6 +75,22 @@ fn admit_beside(claims: &Claims, request: &Request, name: &str, log: &Log) -> Re
         _ => error,
     })?;
     Ok((grant, Promise { claim, terms, need_bytes, lowered: Instant::now() }))
+}
+
+/// Leaves in the log what a load was admitted against: a kernel that kills the daemon later writes little.
+fn write_down(request: &Request, available: &Availability, log: &Log) {
+    let promised = match available.promised_bytes {
+        0 => String::new(),
+        promised => format!(", {} of it promised to starts under way", ByteSize(promised)),
+    };
+    log.line(format_args!(
+        "needs {}, of {} available ({}){promised}{}",
+        ByteSize(request.need_bytes),
+        ByteSize(available.bytes),
+        available.binding.what,
+        if request.force { "; the check is skipped (--force)" } else { "" }
+    ));
+    available.unread.iter().for_each(|unread| log.line(format_args!("a limit is not known: {unread}")));
 }
 
 impl Promise {
@@ -104,26 +134,27 @@ mod tests {
         let claims = Claims::of_quota(home.path());
         let log = Log::new(tempfile::tempfile().unwrap());
         let need = most();
-        let (grant, mut first) = admit_beside(&claims, &request(need), "a", &log).unwrap();
+        let (grant, mut first) =
+            admit_beside(&claims, &request(need), &mut Limits::find(), "a", &log).unwrap();
         assert_eq!((grant.need_bytes(), promised(&claims)), (need, need));
-        let refused = admit_beside(&claims, &request(need), "b", &log).unwrap_err();
+        let refused = admit_beside(&claims, &request(need), &mut Limits::find(), "b", &log).unwrap_err();
         assert_eq!(refused.kind(), Kind::NoRoom);
         assert!(refused.message().contains("promised to starts under way"), "{refused}");
         assert_eq!(promised(&claims), need, "who is refused promises nothing");
         // Forced, it is admitted, and counted by the next.
         let forced = Request { force: true, ..request(need) };
-        let (_, second) = admit_beside(&claims, &forced, "b", &log).unwrap();
+        let (_, second) = admit_beside(&claims, &forced, &mut Limits::find(), "b", &log).unwrap();
         assert_eq!(promised(&claims), 2 * need);
         drop(second);
         // As if it had filled all but a byte of it.
         first.lower(need - 1);
         assert_eq!(promised(&claims), 1);
-        let (_, third) = admit_beside(&claims, &request(need), "b", &log).unwrap();
+        let (_, third) = admit_beside(&claims, &request(need), &mut Limits::find(), "b", &log).unwrap();
         drop(first);
         assert_eq!(promised(&claims), need);
         third.claim.crash();
         assert_eq!(promised(&claims), 0, "a crash leaves nothing");
-        drop(admit_beside(&claims, &request(1), "c", &log).unwrap());
+        drop(admit_beside(&claims, &request(1), &mut Limits::find(), "c", &log).unwrap());
         assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "nor a file, for the next");
     }
 
@@ -134,7 +165,8 @@ mod tests {
         let log = Log::new(tempfile::tempfile().unwrap());
         let need = 300 << 20;
         let (_, mut promise) =
-            admit_beside(&claims, &Request { force: true, ..request(need) }, "a", &log).unwrap();
+            admit_beside(&claims, &Request { force: true, ..request(need) }, &mut Limits::find(), "a", &log)
+                .unwrap();
         let mut filled = 0;
         while filled < need {
             filled += 7 << 20;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 
-use crate::budget::limits;
+use crate::budget::{self, limits};
 use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status};
 use crate::daemon::config::Config;
 use crate::daemon::leases::{ConnectionId, DESCRIPTORS_PER_LEASE, LEASES_MAX, Leases};
@@ -86,6 +86,7 @@ pub fn serve(start: Start) -> Result<()> {
         shown(&config.source),
         std::process::id()
     ));
+    let charged_cgroup = budget::Limits::find().charged_cgroup().map(str::to_owned);
     let reports_to_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
     let mut server = Server {
         config,
@@ -102,6 +103,8 @@ pub fn serve(start: Start) -> Result<()> {
         progress_waits: false,
         idle_since: Instant::now(),
         notify_due: reports_to_manager.then(Instant::now),
+        give_up_due: None,
+        charged_cgroup,
     };
     let ending = server.run();
     server.end(ending)
@@ -128,6 +131,11 @@ struct Server {
     idle_since: Instant,
     /// When the service manager is to be told that the load goes on, where there is one.
     notify_due: Option<Instant>,
+    /// When a load that ends by itself, because memory runs out, must have ended.
+    give_up_due: Option<Instant>,
+    /// The control group that the segments are charged to. Memory stays charged to the group that its process
+    /// was in when it took it, so this is not looked up again.
+    charged_cgroup: Option<String>,
 }
 
 enum Phase {
@@ -191,7 +199,8 @@ impl Server {
         match &self.phase {
             Phase::Loading => {
                 let progress = self.progress_sent.filter(|_| self.progress_waits);
-                progress.map(|sent| sent + PROGRESS_EVERY).into_iter().chain(self.notify_due).min()
+                let progress = progress.map(|sent| sent + PROGRESS_EVERY);
+                progress.into_iter().chain(self.notify_due).chain(self.give_up_due).min()
             }
             Phase::Ready(_) => self.stops.iter().map(|stop| stop.until).chain(self.eviction_due()).min(),
             Phase::Stopping { until } => *until,
@@ -206,6 +215,12 @@ impl Server {
                     self.send_progress(now);
                 }
                 self.notify_of_load(now);
+                if self.give_up_due.is_some_and(|due| now >= due)
+                    && let Some(reason) = self.load.given_up()
+                {
+                    self.log.line("the load did not end in time; the end of the process ends it");
+                    self.fail(reason);
+                }
             }
             Phase::Ready(_) => {
                 self.give_up_stops(now);
@@ -282,6 +297,9 @@ impl Server {
             (None, Phase::Loading) => {
                 self.progress_waits = true;
                 let now = Instant::now();
+                if self.give_up_due.is_none() && self.load.given_up().is_some() {
+                    self.give_up_due = Some(now + LOAD_END_MAX);
+                }
                 if self.is_progress_due(now) {
                     self.send_progress(now);
                 }
@@ -670,6 +688,7 @@ impl Server {
             tool: env!("CARGO_PKG_VERSION").to_owned(),
             protocol: PROTOCOL,
             idle_ttl_seconds: config.idle_ttl_seconds,
+            charged_cgroup: self.charged_cgroup.clone(),
             warnings,
         }
     }

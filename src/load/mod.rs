@@ -92,6 +92,18 @@ pub trait Watch: Sync {
     fn finished_file(&self);
     /// Whether to give up.
     fn cancelled(&self) -> bool;
+
+    /// Asked before so many bytes of the targets are allocated. `false`: not now; the load goes on with what it
+    /// has, and asks again. Every byte that was granted is accounted for by `took` or `left_untaken`.
+    fn may_take(&self, _bytes: u64) -> bool {
+        true
+    }
+
+    /// So many of the granted bytes are allocated.
+    fn took(&self, _bytes: u64) {}
+
+    /// So many of the granted bytes are not allocated now; they will be asked for again.
+    fn left_untaken(&self, _bytes: u64) {}
 }
 
 /// How the bytes were read.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::pages::Pages;
-use super::{Shared, Vessel};
+use super::{Shared, Vessel, Watch};
 use crate::engine::{Completion, Engine, Read};
 use crate::error::{Error, Kind, Result, shown};
 use crate::plan::Chunk;
@@ -28,6 +28,9 @@ pub(super) const CHUNKS_OPEN_MAX: usize = 2;
 /// Extents that are given a huge page between two looks for completions.
 const EXTENTS_AT_ONCE: usize = 4;
 
+/// How long a worker waits that may take no more memory now and has nothing else to do.
+const HELD_PAUSE: Duration = Duration::from_millis(5);
+
 /// A chunk that is being filled.
 struct Active {
     chunk: Chunk,
@@ -39,6 +42,8 @@ struct Active {
     collapse: bool,
     /// Where in the chunk the next extent begins that was not given a huge page yet: never before `at`.
     extent: u64,
+    /// Which of the extents before it have one.
+    huge_extents: Vec<bool>,
     huge_bytes: u64,
     /// The parts that were read, in order, until all are there.
     parts: Vec<Option<Window>>,
@@ -51,14 +56,37 @@ impl Active {
         self.collapse && self.extent + HUGE_PAGE_BYTES <= self.chunk.bytes
     }
 
-    /// Gives a huge page to every extent that begins before `end` and lies wholly inside the chunk.
-    fn prepare_extents(&mut self, pages: &mut Pages, end: u64) {
+    /// Gives a huge page to every extent that begins before `end` and lies wholly inside the chunk; `false` where
+    /// no more memory may be taken now.
+    fn prepare_extents(&mut self, pages: &mut Pages, watch: &dyn Watch, end: u64) -> bool {
         while self.has_extent_left() && self.extent < end {
-            if pages.prepare(&mut self.rest, self.extent - self.at) {
-                self.huge_bytes += HUGE_PAGE_BYTES;
+            if !watch.may_take(HUGE_PAGE_BYTES) {
+                return false;
             }
+            let is_huge = pages.prepare(&mut self.rest, self.extent - self.at);
+            if is_huge {
+                self.huge_bytes += HUGE_PAGE_BYTES;
+                watch.took(HUGE_PAGE_BYTES);
+            } else {
+                // Its pages come with the reads.
+                watch.left_untaken(HUGE_PAGE_BYTES);
+            }
+            self.huge_extents.push(is_huge);
             self.extent += HUGE_PAGE_BYTES;
         }
+        true
+    }
+
+    /// How many of the next `bytes` are not on huge pages: they are allocated when they are read.
+    fn small_bytes(&self, bytes: u64) -> u64 {
+        let end = self.at + bytes;
+        let extents = self.at / HUGE_PAGE_BYTES..end.div_ceil(HUGE_PAGE_BYTES);
+        let on_huge_page = |extent: u64| {
+            let from = extent * HUGE_PAGE_BYTES;
+            let is_huge = self.huge_extents.get(extent as usize).is_some_and(|is_huge| *is_huge);
+            if is_huge { end.min(from + HUGE_PAGE_BYTES) - self.at.max(from) } else { 0 }
+        };
+        bytes - extents.map(on_huge_page).sum::<u64>()
     }
 }
 
@@ -71,6 +99,8 @@ struct Part {
     /// Bytes of the source in this part, and how many are still wanted.
     bytes: u64,
     wanted: u64,
+    /// Bytes of memory that are allocated by reading it.
+    small_bytes: u64,
     /// What short reads have filled so far.
     filled: Option<Window>,
     method: Method,
@@ -110,6 +140,8 @@ struct Worker<'a> {
     in_flight: usize,
     /// Reads to be submitted before any new one: resumed and retried ones.
     again: VecDeque<Read>,
+    /// No more memory may be taken now: there are chunks left, but none is cut.
+    held: bool,
 }
 
 /// Works until no job is left, or somebody fails.
@@ -125,12 +157,17 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
         parts: (0..depth).map(|_| None).collect(),
         in_flight: 0,
         again: VecDeque::new(),
+        held: false,
     };
     let mut completions = Vec::with_capacity(depth);
     while !shared.stopped() {
         worker.fill_engine()?;
         if worker.in_flight == 0 {
-            break;
+            if !worker.held {
+                break;
+            }
+            std::thread::sleep(HELD_PAUSE);
+            continue;
         }
         worker.engine.start()?;
         worker.prepare_ahead()?;
@@ -144,8 +181,9 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
 }
 
 impl Worker<'_> {
-    /// Submits reads until the engine is full or nothing is left.
+    /// Submits reads until the engine is full, nothing is left, or no more memory may be taken now.
     fn fill_engine(&mut self) -> Result<()> {
+        self.held = false;
         while self.in_flight < self.parts.len() {
             let read = match self.again.pop_front() {
                 Some(read) => read,
@@ -161,7 +199,8 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up.
+    /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up. `None`
+    /// where there is none, or where it is held.
     fn next_read(&mut self) -> Result<Option<Read>> {
         if self.cutting.is_empty() && !self.open_chunk()? {
             return Ok(None);
@@ -175,7 +214,13 @@ impl Worker<'_> {
         let wanted = (unit - offset % unit).min(active.chunk.bytes - active.at);
         let last = active.at + wanted == active.chunk.bytes;
         let length = if last { active.rest.len() } else { wanted as usize };
-        active.prepare_extents(&mut self.pages, active.at + wanted);
+        let watch = self.shared.watch;
+        self.held = !active.prepare_extents(&mut self.pages, watch, active.at + wanted);
+        let small_bytes = active.small_bytes(length as u64);
+        if self.held || !watch.may_take(small_bytes) {
+            self.held = true;
+            return Ok(None);
+        }
         let window = active.rest.split_to(length);
         let method = active.source.method(offset, active.prefer_buffered);
         let index = active.parts.len();
@@ -185,9 +230,17 @@ impl Worker<'_> {
             self.cutting.pop_front();
         }
         let file = Arc::clone(active.source.descriptor(method));
-        let part =
-            Part { active: slot, index, offset, bytes: wanted, wanted, filled: None, method, retries: 0 };
-        self.parts[token] = Some(part);
+        self.parts[token] = Some(Part {
+            active: slot,
+            index,
+            offset,
+            bytes: wanted,
+            wanted,
+            small_bytes,
+            filled: None,
+            method,
+            retries: 0,
+        });
         Ok(Some(Read { token: token as u64, file, offset, window }))
     }
 
@@ -214,7 +267,10 @@ impl Worker<'_> {
             match unprepared {
                 Some(slot) => {
                     let active = self.active[slot].as_mut().expect("looked at above");
-                    active.prepare_extents(&mut self.pages, active.extent + 1);
+                    let end = active.extent + 1;
+                    if !active.prepare_extents(&mut self.pages, self.shared.watch, end) {
+                        break;
+                    }
                 }
                 None if self.cutting.len() < CHUNKS_OPEN_MAX && self.open_chunk()? => {}
                 None => break,
@@ -247,6 +303,7 @@ impl Worker<'_> {
             at: 0,
             collapse,
             extent: 0,
+            huge_extents: Vec::new(),
             huge_bytes: 0,
             parts: Vec::new(),
             parts_filled: 0,
@@ -324,6 +381,10 @@ impl Worker<'_> {
         };
         self.count(part.method, part.bytes);
         let active = self.active[slot].as_mut().expect("a part belongs to an active chunk");
+        // What is read into a buffer takes its memory when it is written from there.
+        if active.collapse {
+            self.shared.watch.took(part.small_bytes);
+        }
         active.parts[part.index] = Some(window);
         active.parts_filled += 1;
         if active.at < active.chunk.bytes || active.parts_filled < active.parts.len() {
@@ -334,7 +395,7 @@ impl Worker<'_> {
     }
 
     fn chunk_done(&mut self, active: Active) -> Result<()> {
-        let Active { chunk, source, rest, huge_bytes, parts, .. } = active;
+        let Active { chunk, source, rest, collapse, huge_bytes, parts, .. } = active;
         // What is left to cut is empty, but it would still hold the mapping.
         drop(rest);
         let mut parts = parts.into_iter().map(|part| part.expect("every part is filled"));
@@ -342,7 +403,11 @@ impl Worker<'_> {
         parts.for_each(|part| window.join(part));
         // The last page of a file is read whole: what stands behind its end is nobody's.
         window.as_mut_slice()[chunk.bytes as usize..].fill(0);
+        let allocated = window.len() as u64;
         self.shared.sink.filled(&chunk, window, huge_bytes)?;
+        if !collapse {
+            self.shared.watch.took(allocated);
+        }
         self.shared.watch.advanced(chunk.bytes);
         if self.shared.schedule.chunk_done(chunk.source) {
             source.forget_all();

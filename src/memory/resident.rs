@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::load::{self, Counts, StartEngine, Watch};
 use crate::plan::Plan;
 use crate::source::Selection;
+use crate::units::PAGE_BYTES;
 
 /// How a selection is brought into memory.
 #[derive(Clone, Debug)]
@@ -54,13 +55,27 @@ impl Resident {
     }
 }
 
-/// The memory that loading a plan takes: every segment in whole pages, and the buffers.
+/// What the daemon's process takes for itself, and the command that waits for it: measured as 3 to 4 MiB.
+const PROCESS_BYTES: u64 = 4 << 20;
+
+/// What the kernel keeps for an open memory file: inode, directory entry, description.
+const FILE_BYTES: u64 = 4 << 10;
+
+/// One byte in so many is taken by the kernel's tables where no huge pages can be had: 8 bytes in the page table
+/// of the mapping, and 9 in the file's index, for each page of 4 KiB.
+const BYTES_PER_TABLE_BYTE: u64 = PAGE_BYTES / 17;
+
+/// The memory that loading a plan takes: every segment in whole pages, the buffers, and what process and kernel
+/// take beside them.
 pub fn need_bytes(plan: &Plan, engine: &Selected, workers: usize) -> u64 {
     let reader_threads = match engine.model {
         Model::Threads => engine.depth(),
         Model::IoUring => 0,
     };
-    plan.allocated_bytes().saturating_add(load::buffer_bytes(plan, workers, engine.depth(), reader_threads))
+    let segments = plan.allocated_bytes();
+    let kernel = segments / BYTES_PER_TABLE_BYTE + plan.targets.len() as u64 * FILE_BYTES;
+    let buffers = load::buffer_bytes(plan, workers, engine.depth(), reader_threads);
+    segments.saturating_add(kernel).saturating_add(buffers).saturating_add(PROCESS_BYTES)
 }
 
 /// Allocates, fills and seals every target of `plan`. `_grant` is the permission to take the memory. On

@@ -11,7 +11,7 @@ use crate::harness::{Job, Ran, Sandbox, entries, skipped, until};
 use crate::unprivileged::Town;
 
 /// `command` behind `words`, in the command's environment.
-fn inside(words: &[&str], command: &Command) -> Command {
+pub(crate) fn inside(words: &[&str], command: &Command) -> Command {
     let mut wrapper = Command::new(words[0]);
     wrapper.args(&words[1..]).arg(command.get_program()).args(command.get_args());
     wrapper.stdin(std::process::Stdio::null());

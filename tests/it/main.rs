@@ -13,6 +13,7 @@ mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod memory;
 mod quota;
 mod resting;
 mod reuse;

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 
 use super::super::progress::Bar;
 use super::wanted::Wanted;
+use crate::budget::{self, cgroup::OomKills};
 use crate::control::client::Client;
 use crate::control::frame::timespec;
 use crate::control::message::{Operation, Progress, Reply};
@@ -211,7 +212,34 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
         return failure;
     }
     Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready")).hint(format!(
-        "its log may say why: {}; the kernel kills when memory runs out, and dmesg then says so",
-        shown(&wanted.config.log_file)
+        "its log may say why, and what memory there was: {}; the kernel kills when memory runs out: {}",
+        shown(&wanted.config.log_file),
+        where_kills_are_seen(budget::Limits::find().oom_kills())
     ))
+}
+
+/// Where the kernel says that it killed. The daemon was in the group of the command that started it.
+fn where_kills_are_seen(kills: Option<OomKills>) -> String {
+    let dmesg = "dmesg then says so, and under which limit";
+    match kills {
+        Some(kills) if kills.count > 0 => {
+            format!("{} counts {} (oom_kill), and {dmesg}", shown(&kills.counted_in), kills.count)
+        }
+        _ => dmesg.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kill_that_the_kernel_counts_is_named() {
+        let kills = |count| Some(OomKills { count, counted_in: "/cg/x y/memory.events".into() });
+        assert_eq!(
+            where_kills_are_seen(kills(2)),
+            "'/cg/x y/memory.events' counts 2 (oom_kill), and dmesg then says so, and under which limit"
+        );
+        assert_eq!(where_kills_are_seen(kills(0)), where_kills_are_seen(None));
+    }
 }

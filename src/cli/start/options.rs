@@ -115,7 +115,7 @@ pub(crate) struct LimitArgs {
     /// Quota for all caches whose sockets are in one directory, set when this start succeeds and kept; 0: none [default: as it is]
     #[arg(long, value_name = "SIZE")]
     pub(super) max_resident_bytes: Option<ByteSize>,
-    /// Skip the check of available memory; caps and quota still hold
+    /// Skip the check of available memory; caps, quota and the watch while loading still hold
     #[arg(long)]
     pub(super) force: bool,
 }

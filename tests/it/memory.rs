@@ -1,0 +1,310 @@
+//! Memory that runs out: in a control group of its own, a start is refused, a load is stopped before the kernel's
+//! OOM killer acts, and one that just fits is left alone.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::containers::inside;
+use crate::harness::{Job, Sandbox, has_ended, skipped, until};
+
+const MIB: u64 = 1 << 20;
+
+/// Every way to load that allocates differently.
+const WAYS: [[&str; 4]; 4] = [
+    ["--backing", "memfd", "--engine", "auto"],
+    ["--backing", "auto", "--engine", "auto"],
+    ["--backing", "memfd", "--engine", "threads"],
+    ["--backing", "auto", "--engine", "threads"],
+];
+
+/// One small read at a time: some seconds for the models here.
+const SLOWLY: [&str; 6] = ["--engine", "threads", "--read-size", "4096", "--queue-depth", "1"];
+
+/// A control group with a limit on its memory, of v1 or v2. At the end it is removed, with all that is in it.
+struct MemoryGroup {
+    directory: PathBuf,
+    is_v1: bool,
+}
+
+impl MemoryGroup {
+    /// A group of its own for `sandbox`; where none can be made, a line says so.
+    fn new(sandbox: &Sandbox) -> Option<MemoryGroup> {
+        let group = MemoryGroup::made(&format!("iloader-{}", sandbox.name()));
+        if group.is_none() {
+            skipped(
+                "no cgroup with a limit on memory can be made: that needs root, and v1 or v2 with memory",
+            );
+        }
+        group
+    }
+
+    fn made(name: &str) -> Option<MemoryGroup> {
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+        let mount = |is_meant: &dyn Fn(&[&str]) -> bool| {
+            let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+            fields.find(|fields| is_meant(fields)).map(|fields| PathBuf::from(fields[1]))
+        };
+        let v1 =
+            mount(&|fields| fields[2] == "cgroup" && fields[3].split(',').any(|option| option == "memory"));
+        let (root, is_v1) = match v1 {
+            Some(root) => (root, true),
+            None => (mount(&|fields| fields[2] == "cgroup2")?, false),
+        };
+        let group = MemoryGroup { directory: root.join(name), is_v1 };
+        std::fs::create_dir(&group.directory).ok()?;
+        group.directory.join(group.file("memory.limit_in_bytes", "memory.max")).exists().then_some(group)
+    }
+
+    fn file(&self, v1: &'static str, v2: &'static str) -> &'static str {
+        if self.is_v1 { v1 } else { v2 }
+    }
+
+    fn read(&self, v1: &'static str, v2: &'static str) -> String {
+        std::fs::read_to_string(self.directory.join(self.file(v1, v2))).unwrap()
+    }
+
+    fn limit(&self, bytes: u64) {
+        let file = self.directory.join(self.file("memory.limit_in_bytes", "memory.max"));
+        std::fs::write(file, bytes.to_string()).unwrap();
+    }
+
+    fn usage(&self) -> u64 {
+        self.read("memory.usage_in_bytes", "memory.current").trim().parse().unwrap()
+    }
+
+    /// The highest usage so far; `None` on kernels that do not tell it.
+    fn peak(&self) -> Option<u64> {
+        let file = self.directory.join(self.file("memory.max_usage_in_bytes", "memory.peak"));
+        std::fs::read_to_string(file).ok()?.trim().parse().ok()
+    }
+
+    fn oom_kills(&self) -> u64 {
+        let text = self.read("memory.oom_control", "memory.events");
+        let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        count.unwrap().trim().parse().unwrap()
+    }
+
+    fn processes(&self) -> Vec<Pid> {
+        let text = std::fs::read_to_string(self.directory.join("cgroup.procs")).unwrap_or_default();
+        text.lines().filter_map(|pid| Pid::from_raw(pid.parse().ok()?)).collect()
+    }
+
+    /// Runs `command` in it.
+    fn spawn(&self, command: &Command) -> Job {
+        let join = format!("echo $$ >'{}' && exec \"$@\"", self.directory.join("cgroup.procs").display());
+        Job::spawn(inside(&["sh", "-c", &join, "sh"], command))
+    }
+
+    /// A neighbour that takes so many bytes of memory, and keeps them until the end of the group.
+    fn grow(&self, bytes: u64) -> Job {
+        // What has no end of a line is kept whole.
+        let script = format!("(head -c {bytes} /dev/zero; exec sleep 1000) | tail -n 1");
+        let mut command = Command::new("sh");
+        self.spawn(command.args(["-c", &script]))
+    }
+
+    /// Nothing of a load is left in it but what was there before, and some of the kernel's own.
+    fn is_given_back(&self, before: u64) {
+        until("memory that is given back", || self.usage() < before + 8 * MIB);
+    }
+}
+
+impl Drop for MemoryGroup {
+    fn drop(&mut self) {
+        for _ in 0..500 {
+            for pid in self.processes() {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+            if std::fs::remove_dir(&self.directory).is_ok() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    }
+}
+
+/// A sandbox with a model of so many bytes. It takes none on disk.
+fn sandbox_of(bytes: u64) -> Sandbox {
+    let sandbox = Sandbox::empty();
+    sandbox.write("config.json", b"{}");
+    sandbox.write("tokenizer.json", b"{}");
+    let weights = std::fs::File::create(sandbox.model().join("model.safetensors")).unwrap();
+    weights.set_len(bytes).unwrap();
+    sandbox
+}
+
+/// Waits until a load has begun to fill its memory.
+fn until_it_loads(sandbox: &Sandbox) {
+    until("a load", || sandbox.run_file("json").exists() && sandbox.run_file("sock").exists());
+    until("progress", || sandbox.status()["progress"]["files_done"].as_u64() > Some(0));
+}
+
+#[test]
+fn what_does_not_fit_into_a_cgroup_is_refused_and_the_cgroup_is_named() {
+    let sandbox = sandbox_of(160 * MIB);
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    group.limit(400 * MIB);
+    for way in WAYS {
+        let refused = group.spawn(&sandbox.start_command(&way)).wait();
+        let hint = refused.stderr.clone();
+        refused.expect_refusal(6, &format!("iloader-{}", sandbox.name()));
+        assert!(hint.contains("select fewer files, which need "), "{hint}");
+        sandbox.nothing_left();
+    }
+    assert_eq!(group.oom_kills(), 0);
+    group.is_given_back(0);
+}
+
+#[test]
+fn a_forced_load_that_does_not_fit_ends_before_the_oom_killer_acts() {
+    let sandbox = sandbox_of(160 * MIB);
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    for limit in [60, 150] {
+        group.limit(limit * MIB);
+        for way in WAYS {
+            for workers in ["1", "8"] {
+                let words = [&way[..], &["--workers", workers, "--force"]].concat();
+                let ran = group.spawn(&sandbox.start_command(&words)).wait();
+                let hint = ran.stderr.clone();
+                ran.expect_refusal(6, &format!("iloader-{}, and ", sandbox.name()));
+                assert!(
+                    hint.contains("nothing of it is left") && hint.contains("--force does not lift"),
+                    "{hint}"
+                );
+                sandbox.nothing_left();
+                assert_eq!(group.oom_kills(), 0);
+                group.is_given_back(0);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_load_that_fits_with_little_to_spare_is_not_stopped() {
+    let sandbox = sandbox_of(80 * MIB);
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    let start = |way: &[&str]| {
+        group.spawn(&sandbox.start_command(&[way, &["--force"]].concat())).wait().expect(0);
+        sandbox.ask("stop", &[]).expect(0);
+        sandbox.nothing_left();
+        group.is_given_back(0);
+    };
+    WAYS.iter().for_each(|way| start(way));
+    let Some(peak) = group.peak() else { return skipped("this kernel does not tell the peak of a cgroup") };
+    assert!(peak < 90 * MIB, "{peak}");
+    group.limit(peak + MIB);
+    for way in WAYS.iter().cycle().take(20) {
+        start(way);
+    }
+    assert_eq!(group.oom_kills(), 0);
+}
+
+#[test]
+fn a_load_ends_for_a_neighbour_that_grows_and_the_neighbour_lives() {
+    let sandbox = sandbox_of(300 * MIB);
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    group.limit(400 * MIB);
+    for backing in ["memfd", "auto"] {
+        let words = [&SLOWLY[..], &["--backing", backing, "--force"]].concat();
+        let start = group.spawn(&sandbox.start_command(&words));
+        until_it_loads(&sandbox);
+        let neighbour = group.grow(300 * MIB);
+        start.wait().expect_refusal(6, "in memory, before that runs out: ");
+        sandbox.nothing_left();
+        until("a neighbour of full size", || group.usage() > 300 * MIB);
+        assert_eq!(group.oom_kills(), 0);
+        assert!(!has_ended(neighbour.pid()), "the neighbour lives");
+        group.processes().into_iter().for_each(|pid| kill_process(pid, Signal::KILL).unwrap());
+        drop(neighbour);
+        group.is_given_back(0);
+    }
+}
+
+#[test]
+fn a_limit_that_is_lowered_ends_a_load_that_no_longer_fits() {
+    let sandbox = sandbox_of(300 * MIB);
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    for backing in ["memfd", "auto"] {
+        group.limit(2048 * MIB);
+        let start = group.spawn(&sandbox.start_command(&[&SLOWLY[..], &["--backing", backing]].concat()));
+        until_it_loads(&sandbox);
+        // The size of the rest is far above what is left then.
+        group.limit(group.usage() + 60 * MIB);
+        start.wait().expect_refusal(6, &format!("iloader-{}", sandbox.name()));
+        sandbox.nothing_left();
+        assert_eq!(group.oom_kills(), 0);
+        group.is_given_back(0);
+    }
+}
+
+#[test]
+fn a_shortage_that_passes_holds_a_load_and_does_not_end_it() {
+    let sandbox = sandbox_of(200 * MIB);
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    // On a machine that is busy, the shortage may take longer than the load waits.
+    for _ in 0..5 {
+        group.limit(1024 * MIB);
+        let start = group.spawn(&sandbox.start_command(&SLOWLY));
+        until_it_loads(&sandbox);
+        // Above half of what must be there, so that it waits.
+        group.limit(group.usage() + 100 * MIB);
+        until("a load that is held", || log_of(&sandbox).contains("the load is held: "));
+        group.limit(1024 * MIB);
+        let ran = start.wait();
+        if ran.code == Some(6) {
+            std::fs::remove_file(log_path(&sandbox)).unwrap();
+            continue;
+        }
+        ran.expect(0);
+        assert!(log_of(&sandbox).contains("the load goes on: "), "{}", log_of(&sandbox));
+        sandbox.ask("stop", &[]).expect(0);
+        return sandbox.nothing_left();
+    }
+    panic!("it never went on");
+}
+
+fn log_path(sandbox: &Sandbox) -> PathBuf {
+    sandbox.path("base/logs").join(format!("{}.log", sandbox.name()))
+}
+
+fn log_of(sandbox: &Sandbox) -> String {
+    std::fs::read_to_string(log_path(sandbox)).unwrap()
+}
+
+#[test]
+fn status_names_the_cgroup_that_is_charged() {
+    let sandbox = Sandbox::new();
+    let charged = |sandbox: &Sandbox| sandbox.status()["charged_cgroup"].as_str().map(str::to_owned);
+    sandbox.started(&[]);
+    let membership = std::fs::read_to_string("/proc/self/cgroup").unwrap();
+    assert_eq!(charged(&sandbox).is_some(), !membership.trim().is_empty());
+    sandbox.ask("stop", &[]).expect(0);
+
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    group.spawn(&sandbox.start_command(&[])).wait().expect(0);
+    let named = charged(&sandbox).unwrap();
+    assert!(named.starts_with(if group.is_v1 { "cgroup v1 /" } else { "cgroup v2 /" }), "{named}");
+    assert!(named.ends_with(&format!("/iloader-{}", sandbox.name())), "{named}");
+    let shown = sandbox.ask("status", &[]).expect(0).stdout;
+    assert!(shown.lines().any(|line| line.starts_with("charged to:") && line.ends_with(&named)), "{shown}");
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn a_daemon_that_is_killed_while_it_loads_leaves_the_numbers_and_a_hint() {
+    let sandbox = sandbox_of(300 * MIB);
+    let start = Job::spawn(sandbox.start_command(&SLOWLY));
+    until_it_loads(&sandbox);
+    kill_process(sandbox.daemon(), Signal::KILL).unwrap();
+    let ran = start.wait();
+    let hint = ran.stderr.clone();
+    ran.expect_refusal(1, "was killed by SIGKILL before it was ready");
+    assert!(hint.contains("the kernel kills when memory runs out") && hint.contains("dmesg"), "{hint}");
+    let log = log_of(&sandbox);
+    let numbers = log.lines().find(|line| line.contains(" needs ")).unwrap();
+    assert!(numbers.contains(" available (") && numbers.ends_with(')'), "{numbers}");
+    sandbox.nothing_left();
+}
