@@ -7,6 +7,7 @@ pub mod cgroup;
 pub mod limits;
 pub mod meminfo;
 mod room;
+pub mod swap;
 
 pub use admit::{Grant, Request, admit};
 pub use meminfo::{Availability, available};
