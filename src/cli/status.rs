@@ -340,7 +340,11 @@ fn memory_rows(status: &Status) -> Vec<(&'static str, String)> {
     rows.push(("engine", reason(&status.engine, &status.engine_reason)));
     if status.state == State::Ready {
         let (huge, all) = (status.huge_page_bytes, status.allocated_bytes);
-        rows.push(("memory", ByteSize(all).to_string()));
+        let locked = match status.locked_bytes {
+            0 => String::new(),
+            locked => format!(", {} locked", ByteSize(locked)),
+        };
+        rows.push(("memory", ByteSize(all).to_string() + &locked));
         rows.push(("huge pages", format!("{} ({} %)", ByteSize(huge), percent(huge, all))));
         rows.push((
             "read",

@@ -22,6 +22,9 @@ const RETRIES_MAX: u32 = 1000;
 const RETRIES_AT_ONCE: u32 = 8;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
+/// How long a worker that may not read yet sleeps before it looks whether the load was cancelled.
+const SLEEP_MAX: Duration = Duration::from_millis(50);
+
 /// Chunks that a worker cuts or prepares at one time.
 pub(super) const CHUNKS_OPEN_MAX: usize = 2;
 
@@ -96,6 +99,14 @@ impl Part {
     }
 }
 
+/// What a worker can do next.
+enum Next {
+    Read(Read),
+    /// So long until the rate allows another read.
+    Wait(Duration),
+    Nothing,
+}
+
 /// What one worker has under way.
 struct Worker<'a> {
     shared: &'a Shared<'a>,
@@ -118,7 +129,7 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
     let mut worker = Worker {
         shared,
         engine,
-        pages: Pages::new(),
+        pages: Pages::new(shared.placement),
         job: 0..0,
         cutting: VecDeque::with_capacity(CHUNKS_OPEN_MAX),
         active: Vec::new(),
@@ -128,9 +139,11 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
     };
     let mut completions = Vec::with_capacity(depth);
     while !shared.stopped() {
-        worker.fill_engine()?;
+        let wait = worker.fill_engine()?;
         if worker.in_flight == 0 {
-            break;
+            let Some(wait) = wait else { break };
+            std::thread::sleep(wait.min(SLEEP_MAX));
+            continue;
         }
         worker.engine.start()?;
         worker.prepare_ahead()?;
@@ -144,35 +157,40 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
 }
 
 impl Worker<'_> {
-    /// Submits reads until the engine is full or nothing is left.
-    fn fill_engine(&mut self) -> Result<()> {
+    /// Submits reads until the engine is full or nothing is left. Where the rate allows no more for now, tells
+    /// how long to wait.
+    fn fill_engine(&mut self) -> Result<Option<Duration>> {
         while self.in_flight < self.parts.len() {
             let read = match self.again.pop_front() {
                 Some(read) => read,
                 None => match self.next_read()? {
-                    Some(read) => read,
-                    None => break,
+                    Next::Read(read) => read,
+                    Next::Wait(wait) => return Ok(Some(wait)),
+                    Next::Nothing => break,
                 },
             };
             let submitted = self.engine.submit(read);
             assert!(submitted.is_ok(), "an engine takes as many reads as its depth");
             self.in_flight += 1;
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up.
-    fn next_read(&mut self) -> Result<Option<Read>> {
+    fn next_read(&mut self) -> Result<Next> {
         if self.cutting.is_empty() && !self.open_chunk()? {
-            return Ok(None);
+            return Ok(Next::Nothing);
         }
         let slot = self.cutting[0];
-        let token = free_slot(&mut self.parts);
         let active = self.active[slot].as_mut().expect("the chunk that is cut is active");
         let offset = active.chunk.from + active.at;
         // Cut where the source's units of residency end, so that each part is read by one method.
         let unit = self.shared.read_bytes;
         let wanted = (unit - offset % unit).min(active.chunk.bytes - active.at);
+        if let Some(Err(wait)) = self.shared.limiter.as_ref().map(|limiter| limiter.take(wanted)) {
+            return Ok(Next::Wait(wait));
+        }
+        let token = free_slot(&mut self.parts);
         let last = active.at + wanted == active.chunk.bytes;
         let length = if last { active.rest.len() } else { wanted as usize };
         active.prepare_extents(&mut self.pages, active.at + wanted);
@@ -188,7 +206,7 @@ impl Worker<'_> {
         let part =
             Part { active: slot, index, offset, bytes: wanted, wanted, filled: None, method, retries: 0 };
         self.parts[token] = Some(part);
-        Ok(Some(Read { token: token as u64, file, offset, window }))
+        Ok(Next::Read(Read { token: token as u64, file, offset, window }))
     }
 
     /// Gives huge pages to the next extents while the device works on the reads that were started: the kernel
