@@ -11,6 +11,7 @@ mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod pressure;
 mod resting;
 mod reuse;
 mod start;
