@@ -1,5 +1,5 @@
-//! What the commands around a running cache cost: `start` again, `run` before its command, `status`, and the
-//! daemon that rests.
+//! What the commands around a running cache cost: `start` again, `run` before its command, `status` at rest and
+//! while a load runs, `list` of many, and the daemon that rests.
 //!
 //! `cargo bench --bench control -- [--runs 15]`
 
@@ -18,6 +18,13 @@ const FILES_FEW: usize = 200;
 const FILES_MANY: usize = 10_000;
 const FILE_BYTES: u64 = 1024;
 
+/// Caches that `list` is asked for.
+const CACHES_MANY: usize = 100;
+
+/// What is loaded while `status` is asked: some seconds of work for any device.
+const LOADED_FILES: usize = 4;
+const LOADED_FILE_BYTES: u64 = 512 << 20;
+
 /// How long a daemon is watched while it rests.
 const REST: Duration = Duration::from_secs(3);
 
@@ -30,12 +37,17 @@ struct Cache {
 impl Cache {
     /// BASE lies in memory: what links and records cost on a disk is the file system's affair.
     fn start(files: usize) -> Outcome<Cache> {
+        let cache = Cache::prepare(files, FILE_BYTES)?;
+        succeed(&mut cache.start_again())?;
+        Ok(cache)
+    }
+
+    /// A BASE and a model, and nothing running yet.
+    fn prepare(files: usize, bytes_each: u64) -> Outcome<Cache> {
         let shared_memory = Path::new("/dev/shm");
         let parent = if shared_memory.is_dir() { shared_memory.to_owned() } else { std::env::temp_dir() };
         let base = tempfile::Builder::new().prefix("iloader-bench-").tempdir_in(parent)?;
-        let cache = Cache { base, model: ModelDir::make(bed::directory(), files, FILE_BYTES)? };
-        succeed(&mut cache.start_again())?;
-        Ok(cache)
+        Ok(Cache { base, model: ModelDir::make(bed::directory(), files, bytes_each)? })
     }
 
     fn command(&self, name: &str) -> Command {
@@ -46,8 +58,12 @@ impl Cache {
     }
 
     fn start_again(&self) -> Command {
+        self.start_as("bench")
+    }
+
+    fn start_as(&self, name: &str) -> Command {
         let mut command = self.command("start");
-        command.arg(self.model.path()).args(["--name", "bench"]);
+        command.arg(self.model.path()).args(["--name", name]);
         command
     }
 
@@ -65,7 +81,7 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        let _ = self.command("stop").args(["bench", "--force", "--remove-view"]).status();
+        let _ = self.command("stop").args(["--all", "--force", "--remove-view"]).status();
     }
 }
 
@@ -120,6 +136,8 @@ fn measure(runs: usize) -> Outcome<()> {
         status.push(succeed(command.arg("bench"))?.as_secs_f64() * 1e3);
     }
     println!("  status       {:.2} ms", Spread::of(status));
+    measure_status_while_loading(runs)?;
+    measure_list(runs)?;
 
     println!("\nthe daemon at rest, its segments aside");
     for (files, cache) in [(FILES_FEW, &few), (FILES_MANY, &many)] {
@@ -142,6 +160,71 @@ fn measure(runs: usize) -> Outcome<()> {
         after.0 - before.0,
         after.1 - before.1
     );
+    Ok(())
+}
+
+/// `status` of a cache whose load runs as fast as it can, once the device's work and once the processors'. Loads
+/// are started until there are `runs` figures.
+fn measure_status_while_loading(runs: usize) -> Outcome<()> {
+    let cache = Cache::prepare(LOADED_FILES, LOADED_FILE_BYTES)?;
+    println!("\nstatus while a load of {} runs, one worker", ByteSize(cache.model.bytes()));
+    for place in ["storage", "the page cache"] {
+        let mut times = Vec::new();
+        let mut loads = 0;
+        while times.len() < runs {
+            let prepared = if place == "storage" { cache.model.make_cold() } else { cache.model.make_warm() };
+            if let Err(why) = prepared {
+                println!("  from {place}: no figure, {why}");
+                break;
+            }
+            succeed(cache.start_again().arg("--no-wait"))?;
+            loads += 1;
+            while let Some(time) = time_of_status_while_loading(&cache)? {
+                times.push(time.as_secs_f64() * 1e3);
+            }
+            succeed(cache.command("stop").arg("bench"))?;
+            if loads > runs {
+                return Err("loads end before they can be asked".into());
+            }
+        }
+        if times.len() >= runs {
+            println!("  from {place}, {} figures in {loads} loads", times.len());
+            report("status", "ms", &Spread::of(times), Target::AtMost(10.0));
+        }
+    }
+    Ok(())
+}
+
+/// The time of one `status`; `None` once the cache is ready.
+fn time_of_status_while_loading(cache: &Cache) -> Outcome<Option<Duration>> {
+    let mut command = cache.command("status");
+    let start = Instant::now();
+    let status = command.arg("bench").status()?;
+    let time = start.elapsed();
+    match status.code() {
+        Some(4) => Ok(Some(time)),
+        Some(0) => Ok(None),
+        _ => Err(format!("{command:?}: {status}").into()),
+    }
+}
+
+/// `list` of many caches, each of one small file.
+fn measure_list(runs: usize) -> Outcome<()> {
+    let caches = Cache::prepare(1, FILE_BYTES)?;
+    println!("\nlist, {CACHES_MANY} caches");
+    for number in 0..CACHES_MANY {
+        succeed(&mut caches.start_as(&format!("bench-{number:03}")))?;
+    }
+    let mut times = Vec::new();
+    for _ in 0..runs {
+        times.push(succeed(&mut caches.command("list"))?.as_secs_f64() * 1e3);
+    }
+    let listed = caches.command("list").arg("--json").stdout(Stdio::piped()).output()?;
+    let ready = String::from_utf8(listed.stdout)?.matches("\"state\": \"ready\"").count();
+    if ready != CACHES_MANY {
+        return Err(format!("{ready} of {CACHES_MANY} caches were listed as ready").into());
+    }
+    report("list", "ms", &Spread::of(times), Target::AtMost(200.0));
     Ok(())
 }
 

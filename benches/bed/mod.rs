@@ -177,6 +177,7 @@ pub(crate) fn settings(backing: memory::Choice) -> Outcome<Settings> {
         engine: Selected::probe(engine::Choice::Auto, None)?,
         options: Options::default(),
         lowest_descriptor: LOWEST_DESCRIPTOR,
+        lock_memory: false,
     })
 }
 

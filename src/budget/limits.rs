@@ -6,7 +6,8 @@ use std::path::Path;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, reason};
+use crate::sys::lock;
 use crate::units::ByteSize;
 
 /// One resource limit. `None` is no limit.
@@ -132,6 +133,57 @@ fn address_space_fits(bytes: u64, in_use: u64, limit: Limit) -> Result<()> {
     Err(Error::new(Kind::NoRoom, message).hint(way_out(needed, limit, "-v", "LimitAS=", "as")))
 }
 
+/// Mappings that a process needs beside those of locked segments while it loads: program, heap, the stacks of its
+/// threads, and the segments being filled.
+const MAPPINGS_OWN: u64 = 1024;
+
+/// Whether `bytes`, in so many `segments`, can be locked in memory, raising the soft limit if need be. Call it
+/// after [`check_address_space`], which has a clearer word for its own limit.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`] where less may be locked, or so many segments cannot be mapped.
+pub fn check_locked_memory(bytes: u64, segments: u64) -> Result<()> {
+    let path = "/proc/sys/vm/max_map_count";
+    let mappings_max = std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok());
+    mappings_fit(segments, mappings_max)?;
+    let limit = Limit::from(getrlimit(Resource::Memlock));
+    if limit.soft.is_some_and(|soft| soft < bytes) {
+        // What the process may allow itself is no reason to refuse. Where it fails the kernel's answer decides.
+        let _ = setrlimit(Resource::Memlock, Limit { soft: limit.hard, ..limit }.into());
+    }
+    let length = usize::try_from(bytes).unwrap_or(usize::MAX);
+    lock::may_lock(length).map_err(|cause| locking_refused(bytes, limit, &cause))
+}
+
+fn mappings_fit(segments: u64, mappings_max: Option<u64>) -> Result<()> {
+    let needed = segments.saturating_add(MAPPINGS_OWN);
+    let Some(most) = mappings_max.filter(|most| needed > *most) else { return Ok(()) };
+    let message = format!(
+        "--mlock maps each file, {needed} mappings in all, but a process may have {most} (vm.max_map_count)"
+    );
+    Err(Error::new(Kind::NoRoom, message).hint(format!(
+        "raise it (as root: sysctl vm.max_map_count={needed}), select fewer files (--pattern), or leave out \
+         --mlock"
+    )))
+}
+
+fn locking_refused(bytes: u64, limit: Limit, cause: &std::io::Error) -> Error {
+    let allowed = match limit.hard {
+        Some(hard) => format!("only {} may be locked", ByteSize(hard)),
+        None => reason(cause),
+    };
+    let message = format!(
+        "--mlock needs {} ({bytes} bytes) of locked memory, but {allowed} (RLIMIT_MEMLOCK)",
+        ByteSize(bytes)
+    );
+    Error::new(Kind::NoRoom, message).hint(format!(
+        "raise it where it was set (ulimit -l {}; /etc/security/limits.conf; systemd: LimitMEMLOCK=; containers: \
+         --ulimit memlock=), or leave out --mlock",
+        bytes.div_ceil(1024)
+    ))
+}
+
 /// How a limit in bytes is raised: by the user himself where the hard limit allows, else where it was set.
 fn way_out(needed: u64, limit: Limit, flag: &str, unit_line: &str, container: &str) -> String {
     if let Some(hard) = limit.hard.filter(|hard| needed > *hard) {
@@ -167,6 +219,35 @@ mod tests {
             "needs 20300 descriptors, but the hard limit of this process is 4096 (RLIMIT_NOFILE)"
         );
         assert!(error.hint_text().unwrap().contains("ulimit -n 20300"));
+    }
+
+    #[test]
+    fn locked_memory_that_may_not_be_had_is_refused_with_the_way_out() {
+        let refused = std::io::Error::from_raw_os_error(libc::ENOMEM);
+        let error = locking_refused(5 << 30, limit(64 << 10, 8 << 20), &refused);
+        assert_eq!(
+            (error.kind(), error.message()),
+            (
+                Kind::NoRoom,
+                "--mlock needs 5.0 GiB (5368709120 bytes) of locked memory, but only 8.0 MiB may be locked \
+                 (RLIMIT_MEMLOCK)"
+            )
+        );
+        let hint = error.hint_text().unwrap();
+        assert!(hint.contains("ulimit -l 5242880") && hint.contains("LimitMEMLOCK="), "{hint}");
+        // No limit, and the kernel refuses all the same.
+        let error = locking_refused(4096, NONE, &refused);
+        assert!(error.message().contains("not enough memory (ENOMEM)"), "{error}");
+    }
+
+    #[test]
+    fn each_locked_segment_takes_a_mapping() {
+        assert!(mappings_fit(64_506, Some(65_530)).is_ok());
+        assert!(mappings_fit(u64::MAX, None).is_ok());
+        let error = mappings_fit(70_000, Some(65_530)).unwrap_err();
+        assert_eq!(error.kind(), Kind::NoRoom);
+        assert!(error.message().contains("71024 mappings in all, but a process may have 65530"), "{error}");
+        assert!(error.hint_text().unwrap().contains("vm.max_map_count=71024"));
     }
 
     #[test]

@@ -8,6 +8,7 @@ pub mod limits;
 pub mod meminfo;
 pub mod quota;
 mod room;
+pub mod swap;
 pub mod watch;
 
 pub use admit::{Grant, Request, admit};

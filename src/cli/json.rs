@@ -45,6 +45,8 @@ pub(super) struct StatusAnswer<'a> {
     pub(super) view_faults: &'a [String],
     /// Files of the view that are the source itself; null where that was not looked at.
     pub(super) passthrough: Option<&'a [String]>,
+    /// Bytes of the view's files that are swapped out; null where that was not or could not be looked at.
+    pub(super) swapped_bytes: Option<u64>,
 }
 
 /// The answer of `list`.

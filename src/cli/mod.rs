@@ -15,6 +15,7 @@ mod run;
 mod start;
 mod status;
 mod stop;
+mod swapped;
 mod target;
 #[cfg(test)]
 mod testing;

@@ -122,7 +122,15 @@ pub(crate) fn check_whole(view: &Path, manifest: &Manifest, backing: &str) -> Re
 ///
 /// Seals don't cover metadata: the cache's own user can `chmod` and `touch` a memfd through its link, and
 /// can move the links. So mode, size and time are compared too, besides what [`check`] looks at.
-pub(crate) fn faults(view: &Path, manifest: &Manifest, backing: &str, lines_max: usize) -> Vec<String> {
+///
+/// `seen` is shown each file that is whole, while it is open.
+pub(crate) fn faults(
+    view: &Path,
+    manifest: &Manifest,
+    backing: &str,
+    lines_max: usize,
+    seen: &mut dyn FnMut(OwnedFd, &Stat),
+) -> Vec<String> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = match rustix::fs::open(view, flags, Mode::empty()) {
         Ok(directory) => directory,
@@ -131,7 +139,13 @@ pub(crate) fn faults(view: &Path, manifest: &Manifest, backing: &str, lines_max:
     let mut lines = Vec::new();
     let mut faulty = 0;
     for entry in manifest.files.iter().filter(|entry| !entry.passthrough) {
-        let Err(fault) = check_entry(directory.as_fd(), entry, backing) else { continue };
+        let fault = match check_entry(directory.as_fd(), entry, backing) {
+            Ok((file, stat)) => {
+                seen(file, &stat);
+                continue;
+            }
+            Err(fault) => fault,
+        };
         faulty += 1;
         if lines.len() < lines_max {
             lines.push(format!("{}: {fault}", shown(&entry.path)));
@@ -145,7 +159,11 @@ pub(crate) fn faults(view: &Path, manifest: &Manifest, backing: &str, lines_max:
     lines
 }
 
-fn check_entry(view: BorrowedFd<'_>, entry: &FileEntry, backing: &str) -> std::result::Result<(), String> {
+fn check_entry(
+    view: BorrowedFd<'_>,
+    entry: &FileEntry,
+    backing: &str,
+) -> std::result::Result<(OwnedFd, Stat), String> {
     let file = open_link(view, &entry.path)
         .map_err(|errno| format!("can't be opened: {}", reason(&errno.into())))?;
     let stat = rustix::fs::fstat(&file).map_err(|errno| reason(&errno.into()))?;
@@ -162,11 +180,12 @@ fn check_entry(view: BorrowedFd<'_>, entry: &FileEntry, backing: &str) -> std::r
     if Identity::of_entry(entry).is_some_and(|noted| !has_time_of(&stat, &noted)) {
         return Err("its modification time was changed".to_owned());
     }
-    immutable(&file, backing).map_err(|fault| match fault {
-        Fault::Refused(errno) => reason(&errno.into()),
-        Fault::Another(what) => format!("it leads to {what}"),
-        Fault::Mutable(why) => why.to_owned(),
-    })
+    match immutable(&file, backing) {
+        Ok(()) => Ok((file, stat)),
+        Err(Fault::Refused(errno)) => Err(reason(&errno.into())),
+        Err(Fault::Another(what)) => Err(format!("it leads to {what}")),
+        Err(Fault::Mutable(why)) => Err(why.to_owned()),
+    }
 }
 
 /// Whether a segment carries the time of its source.

@@ -1,6 +1,7 @@
 //! `start`: preload a model, leave a daemon behind that keeps it, and print where it is.
 
 mod follow;
+mod notes;
 mod options;
 mod running;
 mod wanted;
@@ -118,6 +119,7 @@ fn wait_for_the_other(wanted: &Wanted, deadline: Option<Instant>, interrupt: &mu
 
 fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
     let lock = clean_up(wanted, lock)?;
+    notes::say(wanted);
     spawn::spawn(&wanted.config, lock)
 }
 
@@ -163,5 +165,6 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
         return already(format!("another command is starting or ending '{name}'"));
     };
     let lock = clean_up(wanted, lock)?;
+    notes::say(wanted);
     spawn::run_in_foreground(wanted.config.clone(), lock, log)
 }

@@ -8,6 +8,7 @@ use super::args::{TargetArgs, TimeoutArgs};
 use super::json;
 use super::output;
 use super::preflight;
+use super::swapped::Swapped;
 use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
 use crate::control::message::{Operation, Progress, Reply, State, Status};
@@ -57,6 +58,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<u8> {
             source_changes: findings.source_changes.as_deref().unwrap_or_default(),
             view_faults: &findings.view_faults,
             passthrough: findings.passthrough.as_deref(),
+            swapped_bytes: findings.swapped_bytes,
         })?;
     } else {
         output::print(&output::fields(&rows(&snapshot, &findings)))?;
@@ -202,6 +204,8 @@ struct Findings {
     is_view_checked: bool,
     /// Files of the view that are the source itself, which may change; `None`: not looked at.
     passthrough: Option<Vec<String>>,
+    /// How much of it is swapped out; `None`: not known.
+    swapped_bytes: Option<u64>,
 }
 
 /// Looks at source and view of a ready cache.
@@ -212,11 +216,18 @@ fn examine(target: &Target, mut client: Client, status: &Status) -> Findings {
         Err(error) => return Findings::unknown(&error),
     };
     let passed = manifest.files.iter().filter(|file| file.passthrough);
+    let mut swapped = Swapped::new();
+    let mut count = |file, stat: &_| swapped.count(file, stat);
+    let view = Path::new(&status.view);
+    let view_faults = preflight::faults(view, &manifest, &status.backing, LINES_MAX, &mut count);
+    // A file that is not what it was is not counted: the sum would be short of it.
+    let swapped_bytes = swapped.bytes().filter(|_| view_faults.is_empty());
     Findings {
         passthrough: Some(passed.map(|file| file.path.clone()).collect()),
         source_changes: Some(source_changes(&manifest)),
-        view_faults: preflight::faults(Path::new(&status.view), &manifest, &status.backing, LINES_MAX),
+        view_faults,
         is_view_checked: true,
+        swapped_bytes,
     }
 }
 
@@ -296,6 +307,8 @@ fn finding_rows(findings: &Findings) -> Vec<(&'static str, String)> {
     if findings.is_view_checked {
         lines("view now", "whole and immutable", &findings.view_faults);
     }
+    let swapped = findings.swapped_bytes.map(|bytes| ("swapped", ByteSize(bytes).to_string()));
+    rows.extend(swapped);
     rows.extend(passthrough_row(findings.passthrough.as_deref().unwrap_or_default()));
     rows
 }
@@ -328,7 +341,11 @@ fn memory_rows(status: &Status) -> Vec<(&'static str, String)> {
     rows.extend(status.charged_cgroup.clone().map(|cgroup| ("charged to", cgroup)));
     if status.state == State::Ready {
         let (huge, all) = (status.huge_page_bytes, status.allocated_bytes);
-        rows.push(("memory", ByteSize(all).to_string()));
+        let locked = match status.locked_bytes {
+            0 => String::new(),
+            locked => format!(", {} locked", ByteSize(locked)),
+        };
+        rows.push(("memory", ByteSize(all).to_string() + &locked));
         rows.push(("huge pages", format!("{} ({} %)", ByteSize(huge), percent(huge, all))));
         rows.push((
             "read",
@@ -384,6 +401,7 @@ mod tests {
             "state:       ready",
             "source now:  unchanged",
             "view now:    whole and immutable",
+            "swapped:     0 B",
             "leases:      1",
             "lease:       pid 77  engine\\n--now",
             "bytes:       7 B (7 bytes)",

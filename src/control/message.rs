@@ -212,6 +212,9 @@ pub struct Status {
     pub engine_reason: String,
     /// Bytes allocated for segments, in whole pages.
     pub allocated_bytes: u64,
+    /// Bytes of them that are kept from being swapped out.
+    #[serde(default)]
+    pub locked_bytes: u64,
     /// How the bytes were read.
     #[serde(default)]
     pub read: ReadCounts,

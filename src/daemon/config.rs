@@ -114,8 +114,16 @@ pub struct Tuning {
     pub read_bytes: Option<u64>,
     /// Whether to bypass the page cache: `auto`, `always` or `never`.
     pub direct: String,
+    /// Bytes that may be read in a second; `None`: no limit.
+    pub bytes_per_second: Option<u64>,
+    /// Stand back behind others: `--background`.
+    pub background: bool,
+    /// Where the pages are placed: a node's number, or `interleave`.
+    pub numa: Option<String>,
     /// What holds the bytes: `auto`, `memfd` or `tmpfs`.
     pub backing: String,
+    /// Keep the bytes from being swapped out: `--mlock`.
+    pub lock_memory: bool,
 }
 
 /// What a load may take.
@@ -134,8 +142,8 @@ pub struct Limits {
 }
 
 impl Tuning {
-    /// What another start may ask for otherwise without being another cache, by the option's name. The
-    /// backing is not among it: it is a part of the identity.
+    /// What another start may ask for otherwise without being another cache, by the option's name.
+    /// Backing and `--mlock` are not among it: they are a part of the identity.
     pub fn by_name(&self) -> BTreeMap<String, String> {
         let number = |value: Option<u64>| value.map_or("default".to_owned(), |value| value.to_string());
         [
@@ -145,6 +153,9 @@ impl Tuning {
             ("queue-depth", number(self.queue_depth.map(u64::from))),
             ("read-size", number(self.read_bytes)),
             ("direct", self.direct.clone()),
+            ("limit-rate", self.bytes_per_second.map_or("none".to_owned(), |rate| rate.to_string())),
+            ("background", if self.background { "on" } else { "off" }.to_owned()),
+            ("numa", self.numa.clone().unwrap_or_else(|| "none".to_owned())),
         ]
         .map(|(name, value)| (name.to_owned(), value))
         .into()

@@ -80,6 +80,8 @@ pub struct LoadReport {
     pub huge_page_bytes: u64,
     /// Bytes allocated for segments, in whole pages.
     pub allocated_bytes: u64,
+    /// Bytes of them that cannot be swapped out.
+    pub locked_bytes: u64,
     /// How the bytes were read.
     pub read: ReadCounts,
     /// Things the user should know.

@@ -1,5 +1,6 @@
 //! Who KEEPS a cache alive: the detached process, its control socket, its leases.
 
+mod background;
 pub mod config;
 mod connection;
 pub mod leases;

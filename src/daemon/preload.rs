@@ -8,7 +8,8 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::budget::{self, limits};
 use crate::control::message::{Progress, ReadCounts};
-use crate::daemon::config::Config;
+use crate::daemon::background::StandingBack;
+use crate::daemon::config::{Config, Tuning};
 use crate::daemon::ledger::{Ledger, Share};
 use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
 use crate::daemon::log::Log;
@@ -16,12 +17,13 @@ use crate::daemon::promise::{self, Promise};
 use crate::daemon::watch::MemoryWatch;
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
-use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
+use crate::load::{self, Options, Placement, READ_BYTES_DEFAULT, Watch, placement};
 use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
 use crate::registry::{BaseDir, Seat};
 use crate::source::{self, Direct, Selection};
+use crate::units::HUGE_PAGE_BYTES;
 use crate::view::{View, ViewLink};
 
 /// Where the numbers of published descriptors begin: a random number in this range, so that the process
@@ -52,12 +54,13 @@ pub fn work(config: &Config, log: &Log) -> Work {
 /// Loads what `config` asks for. On failure nothing is left.
 fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -> Result<Loaded> {
     let started = Instant::now();
+    let _standing_back = config.tuning.background.then(StandingBack::begin).transpose()?;
     let selection = source::select(Path::new(&config.source), &config.rules)?;
     if source::identity::digest(&selection) != config.selection {
         let message = format!("the source {} changed since the start was asked for", shown(&selection.root));
         return Err(Error::new(Kind::SourceChanged, message).hint("start it again"));
     }
-    let plan = plan::lay_out(&selection, config.tuning.chunk_bytes);
+    let plan = plan::lay_out(&selection, chunk_bytes(&config.tuning));
     let refused = |error: Error| match error.kind() {
         Kind::NoRoom => error.context(format_args!("cannot start '{}'", config.name)),
         _ => error,
@@ -81,8 +84,11 @@ fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         workers: tuning.workers as usize,
         read_bytes: tuning.read_bytes.unwrap_or(READ_BYTES_DEFAULT),
         direct: Direct::from_name(&tuning.direct)?,
+        bytes_per_second: tuning.bytes_per_second,
+        placement: Placement::from_name(tuning.numa.as_deref(), &placement::nodes())?,
     };
     options.check()?;
+    options.placement.apply()?;
     let engine = engine::Selected::probe(engine::Choice::from_name(&tuning.engine)?, tuning.queue_depth)?;
     let lowest_descriptor = lowest_descriptor(plan, &engine, options.workers)?;
     Ok(Settings {
@@ -91,7 +97,15 @@ fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         engine,
         options,
         lowest_descriptor,
+        lock_memory: tuning.lock_memory,
     })
+}
+
+/// What a worker takes at a time. Under a limit not more than it reads in about half a second: progress goes by
+/// whole chunks.
+fn chunk_bytes(tuning: &Tuning) -> u64 {
+    let most = tuning.bytes_per_second.map_or(u64::MAX, |rate| (rate / 2).max(HUGE_PAGE_BYTES));
+    tuning.chunk_bytes.min(most)
 }
 
 /// Where the published descriptors begin, after raising the limit to what they need.
@@ -135,9 +149,13 @@ fn admit(
     let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
-    limits::check_address_space(
-        plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes()),
-    )?;
+    let filled = plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes());
+    let locked = if settings.lock_memory { plan.allocated_bytes() } else { 0 };
+    limits::check_address_space(filled.saturating_add(locked))?;
+    if settings.lock_memory {
+        let segments = plan.targets.iter().filter(|target| target.bytes > 0).count() as u64;
+        limits::check_locked_memory(plan.allocated_bytes(), segments)?;
+    }
     let request = budget::Request {
         need_bytes: memory::need_bytes(plan, &settings.engine, workers),
         memory_fraction: config.limits.memory_fraction,
@@ -261,6 +279,7 @@ fn loaded(
             backing_reason: resident.backing_reason.clone(),
             huge_page_bytes: resident.huge_page_bytes(),
             allocated_bytes: resident.allocated_bytes(),
+            locked_bytes: resident.locked_bytes(),
             read: ReadCounts { direct_bytes, cached_bytes, buffered_bytes },
             warnings: selection.warnings.clone(),
         },

@@ -679,6 +679,7 @@ impl Server {
             engine: report.engine,
             engine_reason: report.engine_reason,
             allocated_bytes: report.allocated_bytes,
+            locked_bytes: report.locked_bytes,
             read: report.read,
             identity: config.identity.clone(),
             settings: config.settings.clone(),

@@ -1,7 +1,9 @@
 //! MOVING bytes: the only copy loop. It takes windows from a sink empty and gives them back full.
 
 mod pages;
+pub mod placement;
 mod probe;
+mod rate;
 mod schedule;
 mod worker;
 
@@ -15,6 +17,9 @@ use crate::source::{Direct, SelectedFile};
 use crate::sys::map::Window;
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
 
+pub use placement::Placement;
+use rate::Limiter;
+pub use rate::RATE_MIN;
 use schedule::Schedule;
 
 /// The length of one read where nothing else is asked for: long enough for every device measured, short
@@ -28,7 +33,7 @@ pub const READ_BYTES_MAX: u64 = 64 << 20;
 pub const WORKERS_MAX: usize = 256;
 
 /// How to load.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Parallel workers, each with an engine of its own.
     pub workers: usize,
@@ -36,11 +41,21 @@ pub struct Options {
     pub read_bytes: u64,
     /// Whether to bypass the page cache.
     pub direct: Direct,
+    /// Bytes that may be taken in a second, from wherever they come; `None`: no limit.
+    pub bytes_per_second: Option<u64>,
+    /// Where the pages are placed. The thread that loads has it applied already: see [`Placement::apply`].
+    pub placement: Placement,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { workers: 1, read_bytes: READ_BYTES_DEFAULT, direct: Direct::Auto }
+        Options {
+            workers: 1,
+            read_bytes: READ_BYTES_DEFAULT,
+            direct: Direct::Auto,
+            bytes_per_second: None,
+            placement: Placement::Anywhere,
+        }
     }
 }
 
@@ -56,7 +71,16 @@ impl Options {
         if !(1..=READ_BYTES_MAX).contains(&self.read_bytes) {
             return wrong("--read-size", self.read_bytes, format!("1 to {READ_BYTES_MAX} bytes"));
         }
+        if let Some(rate) = self.bytes_per_second.filter(|rate| *rate < RATE_MIN) {
+            return wrong("--limit-rate", rate, format!("{RATE_MIN} bytes per second or more"));
+        }
         Ok(())
+    }
+
+    /// The length of one read in bytes, whole pages: short enough that a limited load does not come in bursts.
+    fn unit(&self) -> u64 {
+        let unit = round_up(self.read_bytes, PAGE_BYTES);
+        self.bytes_per_second.map_or(unit, |rate| rate::read_bytes(unit, rate))
     }
 }
 
@@ -132,6 +156,8 @@ struct Shared<'a> {
     sink: &'a dyn Sink,
     watch: &'a dyn Watch,
     read_bytes: u64,
+    limiter: Option<Limiter>,
+    placement: &'a Placement,
     counters: Counters,
     /// Set by the first failure: the others stop.
     stop: AtomicBool,
@@ -176,7 +202,7 @@ pub fn run(
     options: &Options,
 ) -> Result<Counts> {
     options.check()?;
-    let read_bytes = round_up(options.read_bytes, PAGE_BYTES);
+    let read_bytes = options.unit();
     let slow_direct = probe::devices_better_buffered(plan, files, start_engine, options, read_bytes)?;
     let shared = Shared {
         plan,
@@ -184,6 +210,8 @@ pub fn run(
         sink,
         watch,
         read_bytes,
+        limiter: options.bytes_per_second.map(Limiter::new),
+        placement: &options.placement,
         counters: Counters::default(),
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),

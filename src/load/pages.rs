@@ -1,6 +1,7 @@
 //! The huge-page policy: a huge page for every extent that lies wholly inside the file, just ahead of the
 //! reads, and 4 KiB pages for a while where the kernel has none.
 
+use super::placement::{Placement, Turns};
 use crate::sys::map::Window;
 
 /// Failures in a row after which the kernel is taken to have no huge pages for now: each costs a search.
@@ -16,16 +17,18 @@ pub(super) struct Pages {
     failures: u32,
     skip: u32,
     skip_next: u32,
+    turns: Turns,
 }
 
 impl Pages {
-    pub(super) fn new() -> Pages {
-        Pages { failures: 0, skip: 0, skip_next: SKIP_FIRST }
+    pub(super) fn new(placement: &Placement) -> Pages {
+        Pages { failures: 0, skip: 0, skip_next: SKIP_FIRST, turns: Turns::of(placement) }
     }
 
     /// Asks for a huge page under the extent at `offset` of `window`, which holds no data yet. Returns
     /// whether it has one now.
     pub(super) fn prepare(&mut self, window: &mut Window, offset: u64) -> bool {
+        self.turns.go_on();
         self.try_extent(|| window.collapse_extent(offset as usize).is_ok())
     }
 
@@ -35,7 +38,7 @@ impl Pages {
             return false;
         }
         if collapse() {
-            *self = Pages::new();
+            (self.failures, self.skip_next) = (0, SKIP_FIRST);
             return true;
         }
         self.failures += 1;
@@ -54,7 +57,7 @@ mod tests {
 
     #[test]
     fn it_gives_up_for_a_while_and_tries_again() {
-        let mut pages = Pages::new();
+        let mut pages = Pages::new(&Placement::Anywhere);
         let mut tried_at = Vec::new();
         for extent in 0..200 {
             pages.try_extent(|| {

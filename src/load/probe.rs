@@ -26,7 +26,8 @@ pub(super) fn devices_better_buffered(
     read_bytes: u64,
 ) -> Result<HashSet<u64>> {
     let mut slow = HashSet::new();
-    if options.direct != Direct::Auto {
+    // Which way is faster does not matter to a load that is to be slow.
+    if options.direct != Direct::Auto || options.bytes_per_second.is_some() {
         return Ok(slow);
     }
     for selected in longest_of_each_device(plan, files) {

@@ -22,6 +22,9 @@ const RETRIES_MAX: u32 = 1000;
 const RETRIES_AT_ONCE: u32 = 8;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
+/// How long a worker that may not read yet sleeps before it looks whether the load was cancelled.
+const SLEEP_MAX: Duration = Duration::from_millis(50);
+
 /// Chunks that a worker cuts or prepares at one time.
 pub(super) const CHUNKS_OPEN_MAX: usize = 2;
 
@@ -126,6 +129,14 @@ impl Part {
     }
 }
 
+/// What a worker can do next.
+enum Next {
+    Read(Read),
+    /// So long until it is worth asking again: the rate allows no other read yet, or no more memory may be taken.
+    Wait(Duration),
+    Nothing,
+}
+
 /// What one worker has under way.
 struct Worker<'a> {
     shared: &'a Shared<'a>,
@@ -140,8 +151,6 @@ struct Worker<'a> {
     in_flight: usize,
     /// Reads to be submitted before any new one: resumed and retried ones.
     again: VecDeque<Read>,
-    /// No more memory may be taken now: there are chunks left, but none is cut.
-    held: bool,
 }
 
 /// Works until no job is left, or somebody fails.
@@ -150,23 +159,20 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
     let mut worker = Worker {
         shared,
         engine,
-        pages: Pages::new(),
+        pages: Pages::new(shared.placement),
         job: 0..0,
         cutting: VecDeque::with_capacity(CHUNKS_OPEN_MAX),
         active: Vec::new(),
         parts: (0..depth).map(|_| None).collect(),
         in_flight: 0,
         again: VecDeque::new(),
-        held: false,
     };
     let mut completions = Vec::with_capacity(depth);
     while !shared.stopped() {
-        worker.fill_engine()?;
+        let wait = worker.fill_engine()?;
         if worker.in_flight == 0 {
-            if !worker.held {
-                break;
-            }
-            std::thread::sleep(HELD_PAUSE);
+            let Some(wait) = wait else { break };
+            std::thread::sleep(wait.min(SLEEP_MAX));
             continue;
         }
         worker.engine.start()?;
@@ -181,32 +187,31 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
 }
 
 impl Worker<'_> {
-    /// Submits reads until the engine is full, nothing is left, or no more memory may be taken now.
-    fn fill_engine(&mut self) -> Result<()> {
-        self.held = false;
+    /// Submits reads until the engine is full or nothing is left. Where no more may be read or taken for now, tells
+    /// how long to wait.
+    fn fill_engine(&mut self) -> Result<Option<Duration>> {
         while self.in_flight < self.parts.len() {
             let read = match self.again.pop_front() {
                 Some(read) => read,
                 None => match self.next_read()? {
-                    Some(read) => read,
-                    None => break,
+                    Next::Read(read) => read,
+                    Next::Wait(wait) => return Ok(Some(wait)),
+                    Next::Nothing => break,
                 },
             };
             let submitted = self.engine.submit(read);
             assert!(submitted.is_ok(), "an engine takes as many reads as its depth");
             self.in_flight += 1;
         }
-        Ok(())
+        Ok(None)
     }
 
-    /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up. `None`
-    /// where there is none, or where it is held.
-    fn next_read(&mut self) -> Result<Option<Read>> {
+    /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up.
+    fn next_read(&mut self) -> Result<Next> {
         if self.cutting.is_empty() && !self.open_chunk()? {
-            return Ok(None);
+            return Ok(Next::Nothing);
         }
         let slot = self.cutting[0];
-        let token = free_slot(&mut self.parts);
         let active = self.active[slot].as_mut().expect("the chunk that is cut is active");
         let offset = active.chunk.from + active.at;
         // Cut where the source's units of residency end, so that each part is read by one method.
@@ -215,12 +220,18 @@ impl Worker<'_> {
         let last = active.at + wanted == active.chunk.bytes;
         let length = if last { active.rest.len() } else { wanted as usize };
         let watch = self.shared.watch;
-        self.held = !active.prepare_extents(&mut self.pages, watch, active.at + wanted);
-        let small_bytes = active.small_bytes(length as u64);
-        if self.held || !watch.may_take(small_bytes) {
-            self.held = true;
-            return Ok(None);
+        if !active.prepare_extents(&mut self.pages, watch, active.at + wanted) {
+            return Ok(Next::Wait(HELD_PAUSE));
         }
+        if let Some(Err(wait)) = self.shared.limiter.as_ref().map(|limiter| limiter.take(wanted)) {
+            return Ok(Next::Wait(wait));
+        }
+        let small_bytes = active.small_bytes(length as u64);
+        // Last, because what was granted must be used.
+        if !watch.may_take(small_bytes) {
+            return Ok(Next::Wait(HELD_PAUSE));
+        }
+        let token = free_slot(&mut self.parts);
         let window = active.rest.split_to(length);
         let method = active.source.method(offset, active.prefer_buffered);
         let index = active.parts.len();
@@ -241,7 +252,7 @@ impl Worker<'_> {
             method,
             retries: 0,
         });
-        Ok(Some(Read { token: token as u64, file, offset, window }))
+        Ok(Next::Read(Read { token: token as u64, file, offset, window }))
     }
 
     /// Gives huge pages to the next extents while the device works on the reads that were started: the kernel

@@ -24,6 +24,7 @@ pub struct Filling<'a> {
     /// What is left of the buffer that small files are read into: their windows are cut from it. The
     /// buffer is unmapped when the last of them is back.
     buffer: Mutex<Option<Window>>,
+    lock_memory: bool,
 }
 
 enum Target {
@@ -53,7 +54,13 @@ impl<'a> Filling<'a> {
         lowest_descriptor: RawFd,
     ) -> Filling<'a> {
         let targets = plan.targets.iter().map(|_| Mutex::new(Target::Untouched)).collect();
-        Filling { plan, files, cache_name, backing, lowest_descriptor, targets, buffer: Mutex::new(None) }
+        let buffer = Mutex::new(None);
+        Filling { plan, files, cache_name, backing, lowest_descriptor, targets, buffer, lock_memory: false }
+    }
+
+    /// The same, with each segment locked in memory as soon as it is sealed.
+    pub fn locked(self) -> Filling<'a> {
+        Filling { lock_memory: true, ..self }
     }
 
     /// The segments, in the order of the plan's targets. Call it after the load has succeeded.
@@ -87,9 +94,9 @@ impl<'a> Filling<'a> {
 
     fn seal(&self, target: usize, segment: OpenSegment, huge_bytes: u64) -> Result<Segment> {
         let file = self.file(target);
-        segment
-            .seal(&file.identity, self.lowest_descriptor, huge_bytes)
-            .map_err(|error| error.context(shown(&file.path)))
+        let sealed = segment.seal(&file.identity, self.lowest_descriptor, huge_bytes);
+        let locked = if self.lock_memory { sealed.and_then(Segment::locked) } else { sealed };
+        locked.map_err(|error| error.context(shown(&file.path)))
     }
 
     /// Makes the segment of a target and, for a large one, carves one window for each of its chunks.

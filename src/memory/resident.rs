@@ -26,6 +26,8 @@ pub struct Settings {
     pub options: load::Options,
     /// Where the numbers of the published descriptors begin.
     pub lowest_descriptor: RawFd,
+    /// Keep each segment from being swapped out, from when it is full.
+    pub lock_memory: bool,
 }
 
 /// The segments of one selection, and how they came to be.
@@ -52,6 +54,11 @@ impl Resident {
     /// Memory taken, in whole pages.
     pub fn allocated_bytes(&self) -> u64 {
         self.segments.iter().map(Segment::allocated_bytes).sum()
+    }
+
+    /// Bytes that cannot be swapped out.
+    pub fn locked_bytes(&self) -> u64 {
+        self.segments.iter().map(Segment::locked_bytes).sum()
     }
 }
 
@@ -101,6 +108,7 @@ pub fn load_with(
     let backing = Backing::choose(settings.backing, plan.allocated_bytes(), plan.targets.len() as u64)?;
     let filling =
         Filling::new(plan, &selection.files, &settings.cache_name, &backing, settings.lowest_descriptor);
+    let filling = if settings.lock_memory { filling.locked() } else { filling };
     let counts = load::run(plan, &selection.files, start_engine, &filling, watch, &settings.options)?;
     Ok(Resident {
         segments: filling.finish()?,

@@ -10,6 +10,7 @@ use rustix::fs::{Mode, StatVfsMountFlags, Timespec, Timestamps};
 use super::backing::{Backing, NewFile};
 use crate::error::{Error, Kind, Result};
 use crate::source::Identity;
+use crate::sys::lock::LockedMap;
 use crate::sys::map::{Mapping, Window};
 use crate::sys::memfd;
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
@@ -92,6 +93,7 @@ impl OpenSegment {
             device: about.dev(),
             inode: about.ino(),
             huge_bytes,
+            lock: None,
         };
         match segment.is_immutable() {
             true => Ok(segment),
@@ -130,9 +132,33 @@ pub struct Segment {
     device: u64,
     inode: u64,
     huge_bytes: u64,
+    /// Keeps its pages in memory, where asked for.
+    lock: Option<LockedMap>,
 }
 
 impl Segment {
+    /// The same, kept from being swapped out.
+    ///
+    /// # Errors
+    ///
+    /// [`Kind::NoRoom`] where so much may not be locked, or memory has run out.
+    pub(super) fn locked(self) -> Result<Segment> {
+        if self.bytes == 0 {
+            return Ok(self);
+        }
+        let length = usize::try_from(self.bytes).expect("addresses have 64 bits");
+        let lock = LockedMap::new(&self.file, length).map_err(|cause| {
+            let doing = format!("lock {} bytes in memory (RLIMIT_MEMLOCK, see ulimit -l)", self.bytes);
+            Error::os(&doing, &cause).with_kind(Kind::NoRoom).hint("leave out --mlock, or raise the limit")
+        })?;
+        Ok(Segment { lock: Some(lock), ..self })
+    }
+
+    /// How much of it is kept from being swapped out, in whole pages: all or nothing.
+    pub fn locked_bytes(&self) -> u64 {
+        self.lock.as_ref().map_or(0, |lock| lock.bytes() as u64)
+    }
+
     /// Its length.
     pub fn bytes(&self) -> u64 {
         self.bytes

@@ -9,6 +9,7 @@ pub mod advice;
 mod file;
 pub mod identity;
 mod pattern;
+pub mod scheduler;
 pub mod select;
 
 pub use crate::manifest::DirectoryLink;

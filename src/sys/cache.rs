@@ -1,4 +1,4 @@
-//! How much of a file is in the page cache.
+//! How much of a file is in the page cache, and how much of a file in memory is swapped out.
 
 use std::fs::File;
 use std::io;
@@ -36,6 +36,24 @@ pub fn cached_pages(file: &File, offset: u64, bytes: u64) -> io::Result<u64> {
 /// [`cached_pages`] otherwise.
 pub fn unwritten_pages(file: &File) -> io::Result<u64> {
     counts(file, 0, 0).map(|counts| counts.dirty + counts.writeback)
+}
+
+/// Pages of 4 KiB of a file in memory (memfd, tmpfs) of `bytes` that are swapped out, where every page of it
+/// was written to. The file must be the caller's own.
+///
+/// For such a file `cachestat` counts as evicted what has an entry of the swap instead of a page. Kernels
+/// without it (before Linux 6.5) tell by `mincore` which pages are there.
+pub fn swapped_pages(file: &File, bytes: u64) -> io::Result<u64> {
+    if bytes == 0 {
+        return Ok(0);
+    }
+    match counts(file, 0, bytes) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
+            let length = usize::try_from(bytes).map_err(io::Error::other)?;
+            Ok(bytes.div_ceil(4096).saturating_sub(resident_pages(file, 0, length)?))
+        }
+        counts => counts.map(|counts| counts.evicted),
+    }
 }
 
 fn counts(file: &File, offset: u64, bytes: u64) -> io::Result<Counts> {

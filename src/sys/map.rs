@@ -11,8 +11,8 @@ use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-const HUGE_PAGE: usize = 2 << 20;
-const PAGE: usize = 4096;
+pub(super) const HUGE_PAGE: usize = 2 << 20;
+pub(super) const PAGE: usize = 4096;
 
 /// A private reservation of addresses with a readable and writable mapping inside it, at an address that
 /// is a multiple of a huge page. Unmapped on drop.

@@ -6,10 +6,13 @@
 #![allow(unsafe_code)]
 
 pub mod cache;
+pub mod lock;
 pub mod map;
 pub mod memfd;
 pub mod namespace;
+pub mod numa;
 pub mod peer;
+pub mod priority;
 pub mod process;
 pub mod ring;
 pub mod signals;

@@ -98,6 +98,7 @@ pub(crate) fn settings(
         engine: Selected::probe(engine, Some(4)).unwrap(),
         options,
         lowest_descriptor: 600,
+        lock_memory: false,
     }
 }
 
@@ -182,7 +183,7 @@ fn every_length_by_every_way() {
             for backing in backings() {
                 for workers in [1, 4] {
                     for read_bytes in [256 << 10, 3 << 20] {
-                        let options = Options { workers, read_bytes, direct };
+                        let options = Options { workers, read_bytes, direct, ..Options::default() };
                         let settings = settings("matrix", engine, backing, options);
                         let meter = Meter::default();
                         let resident = memory::load_with(
@@ -234,7 +235,7 @@ fn load_with_faults(
     static LOADS: AtomicU64 = AtomicU64::new(0);
     let name = format!("faulty-{}", LOADS.fetch_add(1, Ordering::Relaxed));
     let plan = plan::lay_out(selection, CHUNK);
-    let options = Options { workers: 2, read_bytes: 256 << 10, direct };
+    let options = Options { workers: 2, read_bytes: 256 << 10, direct, ..Options::default() };
     let settings = settings(&name, engine, memory::Choice::Memfd, options);
     let faults = Arc::new(faults);
     let start = || -> Result<Box<dyn Engine>> {
@@ -445,7 +446,7 @@ fn the_source_does_not_enter_the_page_cache() {
     assert!((CHUNK / 4096..3 * CHUNK / 4096).contains(&before));
     for engine in engines() {
         for direct in [Direct::Auto, Direct::Never] {
-            let options = Options { direct, read_bytes: 1 << 20, workers: 1 };
+            let options = Options { direct, read_bytes: 1 << 20, ..Options::default() };
             let settings = settings("cold", engine, memory::Choice::Memfd, options);
             let resident = memory::load_with(
                 &plan,

@@ -14,6 +14,7 @@ mod leases;
 mod main_job;
 mod make_model;
 mod memory;
+mod pressure;
 mod quota;
 mod resting;
 mod reuse;

@@ -8,7 +8,7 @@ use clap::builder::PossibleValuesParser;
 
 use super::super::args::{self, BaseArgs, SelectionArgs};
 use crate::engine::{self, DEPTH_MAX};
-use crate::load::{READ_BYTES_DEFAULT, READ_BYTES_MAX, WORKERS_MAX};
+use crate::load::{RATE_MIN, READ_BYTES_DEFAULT, READ_BYTES_MAX, WORKERS_MAX};
 use crate::memory;
 use crate::registry::Name;
 use crate::source::Direct;
@@ -97,6 +97,15 @@ pub(crate) struct TuningArgs {
     /// Whether to bypass the page cache; auto reads from it what is there, the rest past it
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = PossibleValuesParser::new(Direct::NAMES))]
     pub(super) direct: String,
+    /// Take at most so many bytes in a second, from storage and page cache alike [default: no limit]
+    #[arg(long, value_name = "SIZE", value_parser = rate)]
+    pub(super) limit_rate: Option<ByteSize>,
+    /// Load behind everybody else: idle I/O priority, and the least CPU priority
+    #[arg(long)]
+    pub(super) background: bool,
+    /// Place the pages on one NUMA node as long as it has room, or on all in turns [default: by the kernel]
+    #[arg(long, value_name = "NODE|interleave", allow_negative_numbers = true, value_parser = numa)]
+    pub(super) numa: Option<String>,
 }
 
 /// What the load may take.
@@ -118,6 +127,9 @@ pub(crate) struct LimitArgs {
     /// Skip the check of available memory; caps, quota and the watch while loading still hold
     #[arg(long)]
     pub(super) force: bool,
+    /// Keep the cache from being swapped out; needs RLIMIT_MEMLOCK for all of it, or CAP_IPC_LOCK
+    #[arg(long)]
+    pub(super) mlock: bool,
 }
 
 /// How long the cache lives.
@@ -143,6 +155,21 @@ fn read_size(text: &str) -> Result<ByteSize, String> {
         return Ok(size);
     }
     Err(format!("choose 1 byte to {}", ByteSize(READ_BYTES_MAX)))
+}
+
+fn rate(text: &str) -> Result<ByteSize, String> {
+    let rate: ByteSize = text.parse()?;
+    if rate.0 >= RATE_MIN { Ok(rate) } else { Err(format!("choose {} or more", ByteSize(RATE_MIN))) }
+}
+
+fn numa(text: &str) -> Result<String, String> {
+    if text == "interleave" {
+        return Ok(text.to_owned());
+    }
+    let node: u32 = text
+        .parse()
+        .map_err(|_| format!("'{}' is no node's number, nor 'interleave'", text.escape_debug()))?;
+    Ok(node.to_string())
 }
 
 fn fraction(text: &str) -> Result<f64, String> {

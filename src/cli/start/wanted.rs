@@ -13,6 +13,7 @@ use crate::control::client::Client;
 use crate::daemon::config::{Config, Limits, Tuning};
 use crate::daemon::preload::DESCRIPTORS_OWN;
 use crate::error::{Error, Kind, Result, shown};
+use crate::load::{Placement, placement};
 use crate::manifest::SelectionRules;
 use crate::registry::{BaseDir, Environment, Paths, check_socket_path};
 use crate::source::{self, Selection};
@@ -28,6 +29,7 @@ pub(super) struct Wanted {
     pub(super) base: BaseDir,
     pub(super) paths: Paths,
     pub(super) selection: Selection,
+    pub(super) placement: Placement,
     pub(super) config: Config,
 }
 
@@ -39,6 +41,7 @@ impl Wanted {
         limits::raise_descriptors(DESCRIPTORS_OWN)
             .map_err(|error| error.context(format_args!("cannot start '{}'", args.name)))?;
         let environment = Environment::of_process();
+        let placement = Placement::from_name(args.tuning.numa.as_deref(), &placement::nodes())?;
         let model = hub::resolve(&args.model_dir)?;
         // Nothing is made, BASE included, before it is known that none of it falls into the source.
         let found = BaseDir::find(args.base.base_dir.as_deref(), &environment)?;
@@ -74,7 +77,7 @@ impl Wanted {
             settings: BTreeMap::new(),
         };
         let paths = base.paths(&args.name);
-        Ok(Wanted { base, paths, config: identified(config, &selection), selection })
+        Ok(Wanted { base, paths, config: identified(config, &selection), selection, placement })
     }
 
     /// Connects to a daemon of this cache.
@@ -142,7 +145,11 @@ fn tuning(args: &StartArgs) -> Tuning {
         queue_depth: given.queue_depth,
         read_bytes: given.read_size.map(|size| size.0),
         direct: given.direct.clone(),
+        bytes_per_second: given.limit_rate.map(|size| size.0),
+        background: given.background,
+        numa: given.numa.clone(),
         backing: given.backing.clone(),
+        lock_memory: args.limits.mlock,
     }
 }
 
@@ -194,6 +201,7 @@ fn settings(config: &Config, selection: &Selection) -> BTreeMap<String, String> 
         ("view", shown(config.model_dir())),
         ("--backing", config.tuning.backing.clone()),
         ("--max-memory-bytes", cap),
+        ("--mlock", if config.tuning.lock_memory { "on" } else { "off" }.to_owned()),
         ("--idle-ttl", ttl),
     ]
     .map(|(name, value)| (name.to_owned(), value))

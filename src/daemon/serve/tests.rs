@@ -77,7 +77,11 @@ fn config(base: &BaseDir, paths: &Paths) -> Config {
             queue_depth: None,
             read_bytes: None,
             direct: "auto".to_owned(),
+            bytes_per_second: None,
+            background: false,
+            numa: None,
             backing: "auto".to_owned(),
+            lock_memory: false,
         },
         limits: Limits {
             memory_fraction: 0.9,
