@@ -52,17 +52,15 @@ pub struct Look {
 }
 
 impl Look {
-    /// The room that must be there for the load to go on.
+    /// The room with which the load may surely take more.
     pub fn wanted_bytes(&self) -> u64 {
-        self.wanted_with(FLOOR_BYTES)
+        self.pending_bytes.saturating_add(self.least_bytes())
     }
 
-    fn wanted_with(&self, floor: u64) -> u64 {
-        self.pending_bytes.saturating_add(self.left_bytes.min(floor))
-    }
-
-    fn is_critical(&self) -> bool {
-        self.room_when_written_bytes < self.wanted_with(FLOOR_BYTES / 2).min(self.wanted_bytes() / 2)
+    /// The room without which it surely may not. What is pending is in the usage already, nobody knows how much
+    /// of it: a load that just fits must not end for having it counted twice.
+    fn least_bytes(&self) -> u64 {
+        self.left_bytes.min(FLOOR_BYTES)
     }
 }
 
@@ -83,7 +81,8 @@ pub enum Verdict {
 /// The course of the looks of one load.
 #[derive(Debug, Default)]
 pub struct Course {
-    /// Since when there is too little room, as a time since some beginning.
+    is_held: bool,
+    /// Since when there is surely too little room, as a time since some beginning.
     short_since: Option<Duration>,
     critical_looks: u32,
 }
@@ -91,31 +90,38 @@ pub struct Course {
 impl Course {
     /// What to do after `look`, which was taken `at` a time since the load's beginning.
     pub fn judge(&mut self, look: &Look, at: Duration) -> Verdict {
-        let wanted = look.wanted_bytes();
+        let (wanted, least) = (look.wanted_bytes(), look.least_bytes());
         if look.room_bytes >= wanted {
             *self = Course::default();
             return Verdict::GoOn { take_bytes: ((look.room_bytes - wanted) / 2).max(TAKE_BYTES_MIN) };
         }
+        self.is_held = true;
+        if look.room_bytes >= least {
+            // What is pending comes to its end while nothing more is taken: the next looks see more clearly.
+            (self.short_since, self.critical_looks) = (None, 0);
+            return Verdict::Hold;
+        }
         let short = at.saturating_sub(*self.short_since.get_or_insert(at));
-        self.critical_looks = if look.is_critical() { self.critical_looks + 1 } else { 0 };
-        let is_being_written = look.room_when_written_bytes >= wanted;
+        let is_critical = look.room_when_written_bytes < least / 2;
+        self.critical_looks = if is_critical { self.critical_looks + 1 } else { 0 };
+        let is_being_written = look.room_when_written_bytes >= least;
         let patience = if is_being_written { PATIENCE_WRITING } else { PATIENCE };
         if self.critical_looks >= CRITICAL_LOOKS || short >= patience { Verdict::Stop } else { Verdict::Hold }
     }
 
-    /// Whether there is too little room, as the last look found.
-    pub fn is_short(&self) -> bool {
-        self.short_since.is_some()
+    /// Whether the load takes no more, as the last look found.
+    pub fn is_held(&self) -> bool {
+        self.is_held
     }
 
-    /// How long there has been too little room, at a look that was just judged.
+    /// How long there has surely been too little room, at a look that was just judged.
     pub fn short_for(&self, at: Duration) -> Duration {
         self.short_since.map_or(Duration::ZERO, |since| at.saturating_sub(since))
     }
 
     /// When to look again at the latest.
     pub fn next_look(&self, look: &Look) -> Duration {
-        if self.short_since.is_some() {
+        if self.is_held {
             return LOOK_WHILE_HELD;
         }
         let spare = look.room_bytes.saturating_sub(look.wanted_bytes());
@@ -170,6 +176,21 @@ mod tests {
         assert_eq!(Course::default().judge(&pending, at(0)), Verdict::Hold);
         let enough = Look { room_bytes: 178 * MIB, ..pending };
         assert!(matches!(Course::default().judge(&enough, at(0)), Verdict::GoOn { .. }));
+    }
+
+    #[test]
+    fn a_load_that_just_fits_waits_for_what_is_pending_however_long_that_takes() {
+        // The last reads are under way, slowly, and their pages are in the usage already.
+        let last = Look { pending_bytes: 16 * MIB, ..look(2, 0) };
+        let mut course = Course::default();
+        for second in 0..100 {
+            assert_eq!(course.judge(&last, at(second * 1000)), Verdict::Hold, "{second}");
+        }
+        // The same with some more to come, for which there is room.
+        let not_last = Look { left_bytes: 2 * MIB, ..last };
+        assert_eq!(course.judge(&not_last, at(200_000)), Verdict::Hold);
+        assert_eq!(course.judge(&not_last, at(300_000)), Verdict::Hold);
+        assert!(matches!(course.judge(&look(2, 2), at(300_001)), Verdict::GoOn { .. }));
     }
 
     #[test]

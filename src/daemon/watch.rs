@@ -122,7 +122,7 @@ impl<'a> MemoryWatch<'a> {
             return true;
         }
         let is_fresh = looks.last.is_some_and(|last| last.elapsed() < LOOK_AGAIN);
-        let waits_for_next_look = looks.course.is_short() && is_fresh;
+        let waits_for_next_look = looks.course.is_held() && is_fresh;
         if !waits_for_next_look {
             self.look(&mut looks);
         }
@@ -174,10 +174,10 @@ impl<'a> MemoryWatch<'a> {
         let is_held = looks.course.short_for(at) >= HELD_TOLD;
         if is_held && !looks.is_held_told {
             self.log.line(format_args!("the load is held: {}", shortage(&available, &look)));
-        } else if looks.is_held_told && !looks.course.is_short() {
+        } else if looks.is_held_told && !looks.course.is_held() {
             self.log.line("the load goes on: there is room again");
         }
-        looks.is_held_told = looks.course.is_short() && (is_held || looks.is_held_told);
+        looks.is_held_told = looks.course.is_held() && (is_held || looks.is_held_told);
         looks.last = Some(Instant::now());
         looks.next = looks.course.next_look(&look);
     }
