@@ -8,7 +8,7 @@ mod wanted;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::output;
+use super::{output, preflight};
 use crate::daemon::log::Log;
 use crate::daemon::spawn::{self, Spawned};
 use crate::error::{Error, Kind, Result};
@@ -46,7 +46,7 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
     loop {
         match running::look(wanted)? {
             Running::Same { mut client, status } => {
-                running::check_view(&mut client, &status)?;
+                preflight::check_published(&mut client, &status)?;
                 running::note_other_tuning(wanted, &status);
                 running::note_other_socket(wanted, &status);
                 match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {
