@@ -264,11 +264,15 @@ fn open_checked(
         })?,
     };
     let mut flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    if FileType::from_raw_mode(found.st_mode) == FileType::Symlink {
-        check_link(&found, path, links)?;
-    } else {
+    match FileType::from_raw_mode(found.st_mode) {
+        FileType::Symlink => check_link(&found, path, links)?,
         // A link that takes the directory's place after this look is refused.
-        flags |= OFlags::NOFOLLOW;
+        FileType::Directory => flags |= OFlags::NOFOLLOW,
+        _ if found.st_uid != dir::our_uid() => return Err(belongs_to_another(path, found.st_uid)),
+        _ => {
+            return Err(Error::new(Kind::Failed, format!("{} is not a directory", shown(path)))
+                .hint("move it away, or choose another directory with --base-dir"));
+        }
     }
     let owner = found.st_uid;
     let opened = match fs::openat(parent, name, flags, Mode::empty()) {
