@@ -14,6 +14,7 @@ mod make_model;
 mod resting;
 mod reuse;
 mod start;
+mod strangers;
 mod surroundings;
 mod tidy;
 mod unprivileged;
