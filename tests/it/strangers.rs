@@ -332,6 +332,13 @@ fn the_fallback_is_no_place_that_another_user_made() {
     let (victim, thief) = (town.user(), town.user());
     let model = town.model();
     let start = ["start", text(&model), "--name", "n"];
+    // Who has no BASE yet, and a home for it, does not look at the fallback that another user made.
+    let decoy = shared(&town, "decoy", 0o1777);
+    std::fs::create_dir_all(decoy.join(format!("infiniloader-{}/run", victim.uid))).unwrap();
+    thief.owns(&decoy.join(format!("infiniloader-{}", victim.uid)));
+    let mut list = town.command(&victim, &["list"]);
+    list.env_remove("ILOADER_BASE_DIR").env("TMPDIR", &decoy);
+    Job::spawn(list).wait().expect(0);
     for (leaf, mode) in [("sticky", 0o1777), ("open", 0o777)] {
         let directory = shared(&town, leaf, mode);
         let fallback = directory.join(format!("infiniloader-{}", victim.uid));
