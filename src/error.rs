@@ -119,6 +119,9 @@ impl Error {
         match cause.raw_os_error() {
             Some(libc::EFBIG) => self.hint("raise the limit: ulimit -S -f unlimited (systemd: LimitFSIZE=)"),
             Some(libc::EMFILE) => self.hint("raise the limit: ulimit -n 4096 (systemd: LimitNOFILE=)"),
+            Some(libc::ENFILE) => {
+                self.hint("close other programs, or have root raise it: sysctl fs.file-max")
+            }
             _ => self,
         }
     }
@@ -201,6 +204,7 @@ pub fn reason(cause: &io::Error) -> String {
         Some(libc::EROFS) => "the file system is read-only",
         Some(libc::EIO) => "the device reported an input/output error (EIO)",
         Some(libc::EINVAL) => "invalid argument (EINVAL)",
+        Some(libc::EBADF) => "it is closed, or not open for this (EBADF)",
         Some(libc::EBUSY) => "it is busy (EBUSY)",
         Some(libc::ENOTEMPTY) => "the directory is not empty",
         Some(libc::ECONNREFUSED) => "nobody answers there (ECONNREFUSED)",
@@ -272,6 +276,17 @@ mod tests {
         assert_eq!(error.kind(), Kind::NoRoom);
         assert_eq!(error.message(), "cannot write /a/b: no space left on the device (ENOSPC)");
         assert_eq!(kind_of(&io::Error::from_raw_os_error(2)), Kind::NotFound);
+    }
+
+    #[test]
+    fn too_many_open_files_have_a_way_out() {
+        for (errno, way) in [(libc::EMFILE, "ulimit -n"), (libc::ENFILE, "fs.file-max")] {
+            let cause = io::Error::from_raw_os_error(errno);
+            for error in [Error::io("open", Path::new("/a"), &cause), Error::os("make a pipe", &cause)] {
+                assert_eq!(error.kind(), Kind::NoRoom);
+                assert!(error.hint_text().is_some_and(|hint| hint.contains(way)), "{error:?}");
+            }
+        }
     }
 
     #[test]

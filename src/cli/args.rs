@@ -4,7 +4,10 @@
 //! absolute paths and registrations. A SIZE needs no reader here: its type reads itself.
 
 use std::ffi::OsString;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
@@ -13,7 +16,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use crate::error::{Error, Kind, Result, shown};
 use crate::manifest::SelectionRules;
 use crate::registry::Name;
-use crate::units;
+use crate::units::{self, ByteSize};
 
 /// `--workers` where it is not given.
 pub(crate) const WORKERS: usize = 1;
@@ -116,6 +119,30 @@ pub(crate) fn text() -> impl TypedValueParser<Value = String> {
     })
 }
 
+/// Reads a whole number that lies in `range`.
+pub(crate) fn number<N>(range: RangeInclusive<N>) -> impl Fn(&str) -> std::result::Result<N, String> + Clone
+where
+    N: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
+{
+    move |text| match text.parse() {
+        Ok(number) if range.contains(&number) => Ok(number),
+        _ => Err(format!("write a whole number from {} to {}", range.start(), range.end())),
+    }
+}
+
+/// Reads a plain number of bytes, at least one. Who gives a SIZE, as other options take it, is told what to type.
+pub(crate) fn plain_bytes(text: &str) -> std::result::Result<u64, String> {
+    let wrong = || "write a plain number of bytes, such as 67108864".to_owned();
+    match text.parse() {
+        Ok(0) => Err(wrong()),
+        Ok(bytes) => Ok(bytes),
+        Err(_) => Err(match text.parse::<ByteSize>() {
+            Ok(size) if size.0 > 0 => format!("write it as a plain number of bytes: {}", size.0),
+            _ => wrong(),
+        }),
+    }
+}
+
 /// Reads a number of seconds, fractions allowed.
 pub(crate) fn seconds(text: &str) -> std::result::Result<Duration, String> {
     units::parse_seconds(text)
@@ -174,6 +201,22 @@ mod tests {
         assert!(error.contains("'a\\xff' is not UTF-8"), "{error}");
         let sample = parse(&[OsStr::new("--socket"), OsStr::from_bytes(b"/a\xff")]).expect("paths are bytes");
         assert_eq!(sample.target.socket.as_deref(), Some(Path::new(OsStr::from_bytes(b"/a\xff"))));
+    }
+
+    #[test]
+    fn numbers_say_what_to_type() {
+        let workers = number(1u32..=8);
+        assert_eq!(workers("8"), Ok(8));
+        for text in ["0", "9", "", "x", "-1", "1.5", "1e3", " 1", "99999999999999999999"] {
+            assert_eq!(workers(text), Err("write a whole number from 1 to 8".to_owned()), "{text}");
+        }
+        assert_eq!(plain_bytes("67108864"), Ok(64 << 20));
+        let refusal = |text| plain_bytes(text).expect_err(text);
+        assert_eq!(refusal("64MiB"), "write it as a plain number of bytes: 67108864");
+        assert_eq!(refusal("1.5G"), "write it as a plain number of bytes: 1610612736");
+        for text in ["0", "0K", "", "x", "-1", "1.5", "1_000", "18446744073709551616"] {
+            assert_eq!(refusal(text), "write a plain number of bytes, such as 67108864", "{text}");
+        }
     }
 
     #[test]

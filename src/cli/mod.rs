@@ -126,8 +126,20 @@ fn usage_error(error: &clap::Error) -> Error {
             usage.or_else(|| paragraph.strip_prefix("tip: ").map(str::to_owned))
         })
         .collect();
-    let error = Error::new(Kind::Usage, message.strip_prefix("error: ").unwrap_or(&message));
+    let error = Error::new(Kind::Usage, shortened(message.strip_prefix("error: ").unwrap_or(&message)));
     if hints.is_empty() { error.hint("see iloader --help") } else { error.hint(hints.join("; ")) }
+}
+
+/// A message that repeats a value of any length, with the middle left out where it is long.
+fn shortened(message: &str) -> String {
+    const HALF_CHARS_MAX: usize = 200;
+    let count = message.chars().count();
+    if count <= 2 * HALF_CHARS_MAX {
+        return message.to_owned();
+    }
+    let head: String = message.chars().take(HALF_CHARS_MAX).collect();
+    let tail: String = message.chars().skip(count - HALF_CHARS_MAX).collect();
+    format!("{head} … {tail}")
 }
 
 fn one_line(paragraph: &str) -> String {
@@ -163,6 +175,15 @@ mod tests {
                 help.rsplit_once("Example:\n").unwrap_or_else(|| panic!("{name} has no example"));
             assert!(example.contains(&format!("iloader {name}")), "{name}: {example}");
         }
+    }
+
+    #[test]
+    fn a_long_value_is_not_repeated_whole() {
+        let error = refusal(&format!("iloader status --timeout {}", "é".repeat(100_000)));
+        let length = error.message().chars().count();
+        assert!(length < 500, "{length} characters");
+        assert!(error.message().starts_with("invalid value 'é"), "{error}");
+        assert!(error.message().contains("is not a number of seconds"), "{error}");
     }
 
     #[test]

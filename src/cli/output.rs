@@ -15,6 +15,7 @@ use serde::Serialize;
 use unicode_width::UnicodeWidthStr;
 
 use crate::error::{Error, Kind, Result, shown, steers_a_terminal};
+use crate::sys::process;
 
 /// The version of everything that `--json` prints.
 pub const SCHEMA: u32 = 1;
@@ -46,7 +47,7 @@ fn say(text: &str) {
 ///
 /// A failed write, as [`Kind::Failed`]; a closed pipe is none.
 pub fn print(text: &str) -> Result<()> {
-    write_answer(io::stdout().as_fd(), text.as_bytes(), ClosedPipe::IsTheEnd)
+    answer(text.as_bytes(), ClosedPipe::IsTheEnd)
 }
 
 /// Prints a path alone on its line, byte for byte as it is: it is for programs.
@@ -55,7 +56,7 @@ pub fn print(text: &str) -> Result<()> {
 ///
 /// As [`print()`].
 pub fn print_path(path: &Path) -> Result<()> {
-    write_answer(io::stdout().as_fd(), &path_line(path), ClosedPipe::IsTheEnd)
+    answer(&path_line(path), ClosedPipe::IsTheEnd)
 }
 
 /// Prints the path that a command which does something (`start`) has to hand over.
@@ -64,7 +65,7 @@ pub fn print_path(path: &Path) -> Result<()> {
 ///
 /// A failed write, as [`Kind::Failed`], a closed pipe too: the caller never learns the path.
 pub fn hand_over_path(path: &Path) -> Result<()> {
-    write_answer(io::stdout().as_fd(), &path_line(path), ClosedPipe::Fails)
+    answer(&path_line(path), ClosedPipe::Fails)
 }
 
 /// Prints `document` as the answer of a `--json`: see [`json_text`].
@@ -87,14 +88,26 @@ enum ClosedPipe {
     Fails,
 }
 
+/// Writes an answer to the standard output that the caller gave. Where the caller closed it, the runtime has
+/// opened `/dev/null` in its place, which takes everything and loses it.
+fn answer(bytes: &[u8], closed_pipe: ClosedPipe) -> Result<()> {
+    if process::was_closed(libc::STDOUT_FILENO) {
+        return Err(not_written(&io::Error::from_raw_os_error(libc::EBADF)));
+    }
+    write_answer(io::stdout().as_fd(), bytes, closed_pipe)
+}
+
+fn not_written(cause: &io::Error) -> Error {
+    // A full disk behind stdout is a failed write and not "no room" for a cache.
+    Error::os("write the answer to standard output", cause).with_kind(Kind::Failed)
+}
+
 fn write_answer(stdout: BorrowedFd<'_>, bytes: &[u8], closed_pipe: ClosedPipe) -> Result<()> {
     match Stream(stdout).write_all(bytes) {
         Err(cause) if cause.kind() == io::ErrorKind::BrokenPipe && closed_pipe == ClosedPipe::IsTheEnd => {
             Ok(())
         }
-        // A full disk behind stdout is a failed write and not "no room" for a cache.
-        Err(cause) => Err(Error::os("write the answer to standard output", &cause).with_kind(Kind::Failed)),
-        Ok(()) => Ok(()),
+        written => written.map_err(|cause| not_written(&cause)),
     }
 }
 

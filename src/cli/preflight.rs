@@ -4,6 +4,7 @@
 //! cannot recognise, and a recycled pid opens another process's file. So `run` opens every link before
 //! it becomes its command, with the rights the command will have, and compares what it gets.
 
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -11,7 +12,8 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, StatVfsMountFlags};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-use crate::control::message::{Leased, Link};
+use crate::control::client::Client;
+use crate::control::message::{Leased, Link, Operation, Reply, State, Status};
 use crate::error::{Error, Kind, Result, reason, shown};
 use crate::manifest::{FileEntry, Manifest};
 use crate::source::Identity;
@@ -45,8 +47,7 @@ impl Daemon {
 /// Opens every link of the view and compares it with what the daemon holds.
 pub(crate) fn check(leased: &Leased, daemon: Daemon) -> Result<()> {
     let view = Path::new(&leased.view);
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = rustix::fs::open(view, flags, Mode::empty())
+    let directory = open_view(view)
         .map_err(|errno| Error::io("open the view", view, &errno.into()).hint("start the cache again"))?;
     for link in &leased.links {
         if let Err(fault) = check_link(directory.as_fd(), link, &leased.backing) {
@@ -56,65 +57,137 @@ pub(crate) fn check(leased: &Leased, daemon: Daemon) -> Result<()> {
     Ok(())
 }
 
-/// What is wrong with one link.
+/// What is wrong with one link, to stand after "it".
 enum Fault {
     /// It can't be opened or looked at.
     Refused(Errno),
     /// It leads to something else than the segment.
-    Another(&'static str),
+    Another(String),
     /// It leads to the segment, but anybody could change that.
     Mutable(&'static str),
 }
 
-fn check_link(view: BorrowedFd<'_>, link: &Link, backing: &str) -> std::result::Result<(), Fault> {
-    let file = open_link(view, &link.path).map_err(Fault::Refused)?;
-    let stat = rustix::fs::fstat(&file).map_err(Fault::Refused)?;
-    if !FileType::from_raw_mode(stat.st_mode).is_file() {
-        return Err(Fault::Another("not a regular file"));
+impl fmt::Display for Fault {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fault::Refused(errno) => write!(formatter, "can't be opened: {}", reason(&(*errno).into())),
+            Fault::Another(what) => write!(formatter, "leads to {what}"),
+            Fault::Mutable(why) => formatter.write_str(why),
+        }
     }
-    if (stat.st_dev, stat.st_ino) != (link.device, link.inode) {
-        return Err(Fault::Another("another file"));
-    }
-    if stat.st_size.try_into() != Ok(link.bytes) {
-        return Err(Fault::Another("a file of another size"));
-    }
-    immutable(&file, backing)
 }
 
-/// Whether every file of a view that was found running is still there and immutable.
+/// The regular file behind a link of the view, which has `bytes` bytes.
+struct Found {
+    file: OwnedFd,
+    stat: Stat,
+}
+
+impl Found {
+    /// Opens it, not blocking and without a terminal to gain: a recycled pid may have put anything there.
+    fn behind(view: BorrowedFd<'_>, path: &str, bytes: u64) -> std::result::Result<Found, Fault> {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(view, path, flags, Mode::empty()).map_err(Fault::Refused)?;
+        let stat = rustix::fs::fstat(&file).map_err(Fault::Refused)?;
+        if !FileType::from_raw_mode(stat.st_mode).is_file() {
+            return Err(Fault::Another("something that is not a regular file".to_owned()));
+        }
+        if stat.st_size.try_into() != Ok(bytes) {
+            return Err(Fault::Another(format!(
+                "a file of another size, {} B instead of {bytes}",
+                stat.st_size
+            )));
+        }
+        Ok(Found { file, stat })
+    }
+
+    /// It is the segment itself.
+    fn is_segment(&self, link: &Link) -> std::result::Result<(), Fault> {
+        match (self.stat.st_dev, self.stat.st_ino) == (link.device, link.inode) {
+            true => Ok(()),
+            false => Err(Fault::Another("another file".to_owned())),
+        }
+    }
+
+    /// The proof that fits the backing: four seals on a memfd, a read-only mount under a tmpfs file.
+    fn is_immutable(&self, backing: &str) -> std::result::Result<(), Fault> {
+        if backing == "tmpfs" {
+            let mount = rustix::fs::fstatvfs(&self.file).map_err(Fault::Refused)?;
+            let read_only = mount.f_flag.contains(StatVfsMountFlags::RDONLY);
+            return if read_only { Ok(()) } else { Err(Fault::Mutable("its mount is not read-only")) };
+        }
+        match rustix::fs::fcntl_get_seals(&self.file) {
+            Ok(seals) if seals.contains(SEALS) => Ok(()),
+            Ok(_) => Err(Fault::Mutable("seals are missing")),
+            Err(_) => Err(Fault::Another("a file that is not a memfd".to_owned())),
+        }
+    }
+
+    /// Mode and time, which seals don't cover, are still those of the segment of `entry`.
+    fn is_untouched(&self, entry: &FileEntry) -> std::result::Result<(), String> {
+        let mode = self.stat.st_mode & 0o7777;
+        if mode != SEGMENT_MODE {
+            return Err(format!("its mode is {mode:04o} instead of {SEGMENT_MODE:04o}: somebody changed it"));
+        }
+        match Identity::of_entry(entry).is_some_and(|noted| !has_time_of(&self.stat, &noted)) {
+            true => Err("its modification time was changed".to_owned()),
+            false => Ok(()),
+        }
+    }
+}
+
+fn check_link(view: BorrowedFd<'_>, link: &Link, backing: &str) -> std::result::Result<(), Fault> {
+    let found = Found::behind(view, &link.path, link.bytes)?;
+    found.is_segment(link)?;
+    found.is_immutable(backing)
+}
+
+fn open_view(view: &Path) -> std::result::Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open(view, flags, Mode::empty())
+}
+
+/// Whether the view of a cache whose daemon answers on `client` is still whole, where it is ready: it is only a
+/// directory, and can be removed.
 ///
 /// # Errors
 ///
-/// [`Kind::Failed`] names the first that is not.
-pub(crate) fn check_whole(view: &Path, manifest: &Manifest, backing: &str) -> Result<()> {
+/// [`Kind::Failed`] names the first file that is missing or not immutable.
+pub(crate) fn check_published(client: &mut Client, status: &Status) -> Result<()> {
+    if status.state != State::Ready {
+        return Ok(());
+    }
+    match client.request(Operation::Manifest {})? {
+        Reply::Manifest(manifest) => check_whole(Path::new(&status.view), &manifest, &status.backing),
+        _ => Err(Error::new(Kind::Failed, "the daemon answered out of turn")),
+    }
+}
+
+fn check_whole(view: &Path, manifest: &Manifest, backing: &str) -> Result<()> {
     let broken = |what: String| {
-        let hint = format!("stop the cache and start it again: iloader stop {}", manifest.name);
-        Err(Error::new(Kind::Failed, format!("the view {} is not whole any more: {what}", shown(view)))
-            .hint(hint))
+        Error::new(Kind::Failed, format!("the view {} is not whole any more: {what}", shown(view)))
+            .hint(format!("stop the cache and start it again: iloader stop {}", manifest.name))
     };
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = match rustix::fs::open(view, flags, Mode::empty()) {
-        Ok(directory) => directory,
-        Err(errno) => return broken(reason(&errno.into())),
-    };
+    let directory = open_view(view).map_err(|errno| match lacks_descriptors(errno) {
+        true => Error::io("open the view", view, &errno.into()),
+        false => broken(reason(&errno.into())),
+    })?;
     for entry in manifest.files.iter().filter(|entry| !entry.passthrough) {
-        let found = open_link(directory.as_fd(), &entry.path)
-            .map_err(Fault::Refused)
-            .and_then(|file| rustix::fs::fstat(&file).map(|stat| (file, stat)).map_err(Fault::Refused))
-            .and_then(|(file, stat)| match stat.st_size.try_into() == Ok(entry.bytes) {
-                true => immutable(&file, backing),
-                false => Err(Fault::Another("a file of another size")),
-            });
-        match found {
+        let found = Found::behind(directory.as_fd(), &entry.path, entry.bytes);
+        match found.and_then(|found| found.is_immutable(backing)) {
             Ok(()) => {}
-            Err(Fault::Refused(errno)) => {
-                return broken(format!("{}: {}", shown(&entry.path), reason(&errno.into())));
+            // That is this process's own fault, and says nothing of the view.
+            Err(Fault::Refused(errno)) if lacks_descriptors(errno) => {
+                return Err(Error::io("open", &view.join(&entry.path), &errno.into()));
             }
-            Err(Fault::Another(what)) => return broken(format!("{} leads to {what}", shown(&entry.path))),
-            Err(Fault::Mutable(why)) => return broken(format!("{}: {why}", shown(&entry.path))),
+            Err(fault) => return Err(broken(format!("{} {fault}", shown(&entry.path)))),
         }
     }
     Ok(())
+}
+
+fn lacks_descriptors(errno: Errno) -> bool {
+    matches!(errno, Errno::MFILE | Errno::NFILE)
 }
 
 /// What is wrong with the view of a ready cache, one line for each fault; empty: it is whole. At most
@@ -131,8 +204,7 @@ pub(crate) fn faults(
     lines_max: usize,
     seen: &mut dyn FnMut(OwnedFd, &Stat),
 ) -> Vec<String> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = match rustix::fs::open(view, flags, Mode::empty()) {
+    let directory = match open_view(view) {
         Ok(directory) => directory,
         Err(errno) => return vec![format!("{} can't be opened: {}", shown(view), reason(&errno.into()))],
     };
@@ -140,8 +212,8 @@ pub(crate) fn faults(
     let mut faulty = 0;
     for entry in manifest.files.iter().filter(|entry| !entry.passthrough) {
         let fault = match check_entry(directory.as_fd(), entry, backing) {
-            Ok((file, stat)) => {
-                seen(file, &stat);
+            Ok(found) => {
+                seen(found.file, &found.stat);
                 continue;
             }
             Err(fault) => fault,
@@ -159,60 +231,17 @@ pub(crate) fn faults(
     lines
 }
 
-fn check_entry(
-    view: BorrowedFd<'_>,
-    entry: &FileEntry,
-    backing: &str,
-) -> std::result::Result<(OwnedFd, Stat), String> {
-    let file = open_link(view, &entry.path)
-        .map_err(|errno| format!("can't be opened: {}", reason(&errno.into())))?;
-    let stat = rustix::fs::fstat(&file).map_err(|errno| reason(&errno.into()))?;
-    let mode = stat.st_mode & 0o7777;
-    if !FileType::from_raw_mode(stat.st_mode).is_file() {
-        return Err("it leads to something that is no regular file".to_owned());
-    }
-    if stat.st_size.try_into() != Ok(entry.bytes) {
-        return Err(format!("its size is {} instead of {}", stat.st_size, entry.bytes));
-    }
-    if mode != SEGMENT_MODE {
-        return Err(format!("its mode is {mode:04o} instead of {SEGMENT_MODE:04o}: somebody changed it"));
-    }
-    if Identity::of_entry(entry).is_some_and(|noted| !has_time_of(&stat, &noted)) {
-        return Err("its modification time was changed".to_owned());
-    }
-    match immutable(&file, backing) {
-        Ok(()) => Ok((file, stat)),
-        Err(Fault::Refused(errno)) => Err(reason(&errno.into())),
-        Err(Fault::Another(what)) => Err(format!("it leads to {what}")),
-        Err(Fault::Mutable(why)) => Err(why.to_owned()),
-    }
+fn check_entry(view: BorrowedFd<'_>, entry: &FileEntry, backing: &str) -> std::result::Result<Found, String> {
+    let found = Found::behind(view, &entry.path, entry.bytes).map_err(|fault| fault.to_string())?;
+    found.is_untouched(entry)?;
+    found.is_immutable(backing).map_err(|fault| fault.to_string())?;
+    Ok(found)
 }
 
 /// Whether a segment carries the time of its source.
 fn has_time_of(stat: &Stat, noted: &Identity) -> bool {
     stat.st_mtime == noted.mtime_seconds
         && i64::try_from(stat.st_mtime_nsec) == Ok(i64::from(noted.mtime_nanoseconds))
-}
-
-/// Opens a file of the view. Not blocking and without a terminal to gain: a recycled pid may have put
-/// anything there.
-fn open_link(view: BorrowedFd<'_>, path: &str) -> std::result::Result<OwnedFd, Errno> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    rustix::fs::openat(view, path, flags, Mode::empty())
-}
-
-/// The proof that fits the backing: four seals on a memfd, a read-only mount under a tmpfs file.
-fn immutable(file: &OwnedFd, backing: &str) -> std::result::Result<(), Fault> {
-    if backing == "tmpfs" {
-        let mount = rustix::fs::fstatvfs(file).map_err(Fault::Refused)?;
-        let read_only = mount.f_flag.contains(StatVfsMountFlags::RDONLY);
-        return if read_only { Ok(()) } else { Err(Fault::Mutable("its mount is not read-only")) };
-    }
-    match rustix::fs::fcntl_get_seals(file) {
-        Ok(seals) if seals.contains(SEALS) => Ok(()),
-        Ok(_) => Err(Fault::Mutable("seals are missing")),
-        Err(_) => Err(Fault::Another("not a memfd")),
-    }
 }
 
 /// The error for `fault`: the true reason, found by looking at this process and the daemon.
@@ -231,7 +260,7 @@ fn explain(directory: &OwnedFd, view: &Path, link: &Link, fault: Fault, daemon: 
         .hint(RESTART)
     };
     match fault {
-        Fault::Another(what) => replaced(what),
+        Fault::Another(what) => replaced(&what),
         Fault::Mutable(why) => {
             Error::new(Kind::Verification, format!("{} is not immutable: {why}", shown(&file))).hint(RESTART)
         }

@@ -9,7 +9,7 @@ mod wanted;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::output;
+use super::{output, preflight};
 use crate::control::message::Status;
 use crate::daemon::ledger::Ledger;
 use crate::daemon::log::Log;
@@ -49,7 +49,7 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
     loop {
         match running::look(wanted)? {
             Running::Same { mut client, status } => {
-                running::check_view(&mut client, &status)?;
+                preflight::check_published(&mut client, &status)?;
                 running::note_other_tuning(wanted, &status);
                 running::note_other_socket(wanted, &status);
                 match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {

@@ -100,7 +100,7 @@ fn targets(args: &StopArgs) -> Result<Vec<Target>> {
         }
         return Ok(names.iter().map(|name| Target::in_base(base.clone(), name, timeout)).collect());
     }
-    let names: Vec<&Name> = args.names.iter().chain(&args.name_options).collect();
+    let names = named(args);
     if names.is_empty() && args.socket.is_none() {
         return Err(Error::new(Kind::Usage, "no cache is named")
             .hint("give NAMEs (iloader list shows them), --all, or the --socket of a daemon"));
@@ -114,6 +114,17 @@ fn targets(args: &StopArgs) -> Result<Vec<Target>> {
     }
     let base = target::find_base(&args.base)?;
     Ok(names.into_iter().map(|name| Target::in_base(base.clone(), name, timeout)).collect())
+}
+
+/// The caches that are named, each once: a second stop of the same one would find nothing.
+fn named(args: &StopArgs) -> Vec<&Name> {
+    let mut names: Vec<&Name> = Vec::new();
+    for name in args.names.iter().chain(&args.name_options) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
 }
 
 /// Stops one cache; gives what to say about it.
@@ -288,6 +299,15 @@ mod tests {
         assert_eq!(targets(&parse("stop").expect("parses")).expect_err("nothing named").kind(), Kind::Usage);
         let several = parse("stop --socket /s one two").expect("parses");
         assert_eq!(targets(&several).expect_err("one socket, two names").kind(), Kind::Usage);
+    }
+
+    #[test]
+    fn a_name_that_is_given_twice_is_stopped_once() {
+        let args = parse("stop one two one --name two --name three").expect("parses");
+        let names: Vec<String> = named(&args).into_iter().map(ToString::to_string).collect();
+        assert_eq!(names, ["one", "two", "three"]);
+        let one = parse("stop --socket /s one --name one").expect("parses");
+        assert_eq!(named(&one).len(), 1, "one cache behind one socket");
     }
 
     #[test]

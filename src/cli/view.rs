@@ -1,6 +1,5 @@
 //! `view`: where the cache's files are to be read.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -10,7 +9,6 @@ use super::output;
 use super::preflight;
 use super::target::Target;
 use super::wait;
-use crate::control::client::Client;
 use crate::control::message::{Operation, Reply};
 use crate::error::Result;
 
@@ -32,20 +30,13 @@ pub(crate) struct ViewArgs {
     timeout: Duration,
 }
 
-/// Whether the view that a ready cache names is still there: it is only a directory, and can be removed.
-fn check(target: &Target, client: &mut Client, view: &Path) -> Result<()> {
-    match (client.request(Operation::Status {})?, client.request(Operation::Manifest {})?) {
-        (Reply::Status(status), Reply::Manifest(manifest)) => {
-            preflight::check_whole(view, &manifest, &status.backing)
-        }
-        (Reply::Status(_), other) | (other, _) => Err(target.unexpected(&other)),
-    }
-}
-
 /// Prints the path.
 pub(crate) fn view(args: &ViewArgs) -> Result<()> {
     let target = Target::of(&args.target, args.timeout)?;
     let (view, mut client) = wait::until_ready(&target, Instant::now() + args.timeout, true)?;
-    check(&target, &mut client, &view)?;
+    match client.request(Operation::Status {})? {
+        Reply::Status(status) => preflight::check_published(&mut client, &status)?,
+        other => return Err(target.unexpected(&other)),
+    }
     output::print_path(&view)
 }

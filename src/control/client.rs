@@ -172,7 +172,7 @@ impl AsFd for Client {
 }
 
 fn is_trusted(uid: u32) -> bool {
-    uid == 0 || uid == rustix::process::geteuid().as_raw()
+    uid == 0 || peer::is_same_user(uid)
 }
 
 /// Refuses what is no socket of ours before a single byte is sent to it.

@@ -7,12 +7,13 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, epoll, poll};
+use rustix::fs::{Mode, fchmod};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
@@ -22,7 +23,7 @@ use crate::control::frame::{self, REPLY_BYTES_MAX};
 use crate::control::message::{Operation, Progress, Reply};
 use crate::daemon::connection::{Connection, REQUEST_TIME_MAX, Received, Role};
 use crate::daemon::leases::{ConnectionId, Process};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry;
 use crate::sys::peer;
@@ -301,7 +302,7 @@ impl Listener {
 
     fn admit(&mut self, descriptor: OwnedFd) {
         let Ok(peer) = peer::credentials(descriptor.as_fd()) else { return };
-        if peer.uid != 0 && peer.uid != rustix::process::geteuid().as_raw() {
+        if peer.uid != 0 && !peer::is_same_user(peer.uid) {
             let what = format!("this cache belongs to another user than {}", peer.uid);
             return refuse(descriptor, &Error::new(Kind::Failed, what).hint("start one of your own"));
         }
@@ -437,13 +438,16 @@ impl Listener {
     }
 }
 
-/// The listening socket, mode 0600 before anybody can connect to it; and device and inode of its file.
+/// The listening socket, and device and inode of its file. The kernel makes the file with the mode that the socket
+/// has, less the umask, so that it is 0600 from its first moment on: to set it by its path later would follow a
+/// link that somebody put there in between.
 fn bind_private(path: &Path) -> Result<(OwnedFd, (u64, u64))> {
     let failed = |error: &io::Error| Error::io("listen at", path, error);
     let address = SocketAddrUnix::new(path).map_err(|errno| failed(&errno.into()))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
         .map_err(|errno| failed(&errno.into()))?;
+    fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(|errno| failed(&errno.into()))?;
     if let Err(errno) = bind(&socket, &address) {
         if errno != Errno::ADDRINUSE {
             return Err(failed(&errno.into()));
@@ -453,8 +457,11 @@ fn bind_private(path: &Path) -> Result<(OwnedFd, (u64, u64))> {
         })?;
         bind(&socket, &address).map_err(|errno| failed(&errno.into()))?;
     }
-    std::fs::set_permissions(path, PermissionsExt::from_mode(0o600)).map_err(|error| failed(&error))?;
     let found = std::fs::symlink_metadata(path).map_err(|error| failed(&error))?;
+    if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
+        let message = format!("cannot listen at {}: somebody else took the path's place", shown(path));
+        return Err(Error::new(Kind::Failed, message).hint("choose another path with --socket"));
+    }
     listen(&socket, BACKLOG).map_err(|errno| failed(&errno.into()))?;
     Ok((socket, (found.dev(), found.ino())))
 }

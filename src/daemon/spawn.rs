@@ -1,9 +1,9 @@
 //! Becoming a daemon: the same program, executed again, that keeps nothing of its caller.
 
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Read, Seek, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -153,29 +153,51 @@ fn read_boot(pipe: &mut (impl Read + AsFd)) -> Result<Option<Boot>> {
 ///
 /// # Errors
 ///
-/// Also where it is a link that neither this user nor root made: it could lead to any file of this user's.
+/// Also where it is a link or a file that neither this user nor root made: a link could lead to any file of this
+/// user's, and a file would show the log to its owner.
 pub fn open_log(path: &Path) -> Result<File> {
-    let open =
-        |flags: i32| OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path);
     let failed = |error: std::io::Error| {
         Error::io("open the log", path, &error).hint("choose another one with --log-file")
     };
-    if let Ok(new) = OpenOptions::new().append(true).create_new(true).mode(0o600).open(path) {
-        // A umask may have taken our own bits away, and the next start could not append.
-        new.set_permissions(Permissions::from_mode(0o600)).map_err(failed)?;
-        return Ok(new);
-    }
-    match open(libc::O_NOFOLLOW) {
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
-            let owner = std::fs::symlink_metadata(path).map_err(failed)?.uid();
-            if owner != 0 && owner != rustix::process::geteuid().as_raw() {
-                let message = format!("the log {} is a symbolic link of user {owner}", shown(path));
-                return Err(Error::new(Kind::Failed, message).hint("remove it, or choose another --log-file"));
-            }
-            open(0).map_err(failed)
+    match OpenOptions::new().append(true).create_new(true).mode(0o600).open(path) {
+        Ok(new) => {
+            // A umask may have taken our own bits away, and the next start could not append.
+            new.set_permissions(Permissions::from_mode(0o600)).map_err(failed)?;
+            return Ok(new);
         }
-        opened => opened.map_err(failed),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(failed(error)),
     }
+    // A pipe that nobody reads would keep the opening waiting for ever.
+    let open = |flags: i32| {
+        let flags = flags | libc::O_NONBLOCK | libc::O_NOCTTY;
+        OpenOptions::new().append(true).mode(0o600).custom_flags(flags).open(path)
+    };
+    let log = match open(libc::O_NOFOLLOW) {
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            check_log(&std::fs::symlink_metadata(path).map_err(failed)?, path)?;
+            open(libc::O_CREAT).map_err(failed)?
+        }
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => {
+            let message = format!("the log {} is a pipe or socket that nobody reads", shown(path));
+            return Err(Error::new(Kind::Failed, message).hint("choose another one with --log-file"));
+        }
+        opened => opened.map_err(failed)?,
+    };
+    check_log(&log.metadata().map_err(failed)?, path)?;
+    rustix::io::ioctl_fionbio(&log, false).map_err(|errno| failed(errno.into()))?;
+    Ok(log)
+}
+
+/// Refuses a log that is somebody else's. A device is nobody's: a terminal, `/dev/null`.
+fn check_log(found: &Metadata, path: &Path) -> Result<()> {
+    let (kind, owner) = (found.file_type(), found.uid());
+    if kind.is_char_device() || owner == 0 || peer::is_same_user(owner) {
+        return Ok(());
+    }
+    let what = if kind.is_symlink() { "is a symbolic link of user" } else { "belongs to user" };
+    let message = format!("the log {} {what} {owner}", shown(path));
+    Err(Error::new(Kind::Failed, message).hint("remove it, or choose another --log-file"))
 }
 
 /// The life of a spawned daemon, in the process that [`spawn`] started: reads its orders, detaches, tells its

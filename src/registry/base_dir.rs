@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{self, Access, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::dir::{self, DIRECTORY_MODE, FILE_MODE, failed};
+use super::dir::{self, FILE_MODE, failed};
 use super::file_system;
 use crate::error::{Error, Kind, Result, reason, shown};
 
@@ -124,7 +124,7 @@ impl BaseDir {
                 Some(reason) => return fallback(reason),
                 // Creating the default place can fail in ways that nobody foresees, a full disk quota
                 // for one. The caches are then in the fallback.
-                None if is_absent(&path) && environment.fallback().join("run").is_dir() => {
+                None if is_absent(&path) && is_our_base(&environment.fallback()) => {
                     return fallback(format!("{} could not be created earlier", shown(&path)));
                 }
                 None => path,
@@ -264,11 +264,15 @@ fn open_checked(
         })?,
     };
     let mut flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    if FileType::from_raw_mode(found.st_mode) == FileType::Symlink {
-        check_link(&found, path, links)?;
-    } else {
+    match FileType::from_raw_mode(found.st_mode) {
+        FileType::Symlink => check_link(&found, path, links)?,
         // A link that takes the directory's place after this look is refused.
-        flags |= OFlags::NOFOLLOW;
+        FileType::Directory => flags |= OFlags::NOFOLLOW,
+        _ if found.st_uid != dir::our_uid() => return Err(belongs_to_another(path, found.st_uid)),
+        _ => {
+            return Err(Error::new(Kind::Failed, format!("{} is not a directory", shown(path)))
+                .hint("move it away, or choose another directory with --base-dir"));
+        }
     }
     let owner = found.st_uid;
     let opened = match fs::openat(parent, name, flags, Mode::empty()) {
@@ -325,6 +329,11 @@ fn check_inside(path: &Path, base: Option<OwnedFd>) -> Result<()> {
         open_checked(base.as_fd(), OsStr::new(name), &path.join(name), LinksFollowed::Own)?;
     }
     Ok(())
+}
+
+/// Whether there is a BASE that we made: anybody can make a directory of the fallback's name.
+fn is_our_base(path: &Path) -> bool {
+    fs::lstat(path).is_ok_and(|found| found.st_uid == dir::our_uid()) && path.join("run").is_dir()
 }
 
 fn is_absent(path: &Path) -> bool {
@@ -412,11 +421,13 @@ fn create(path: &Path) -> Result<OwnedFd> {
 /// Creates the fallback in a directory where everybody may create names: nothing that somebody else put
 /// there is taken, and no link followed.
 fn create_fallback(path: &Path) -> Result<OwnedFd> {
-    match fs::mkdir(path, DIRECTORY_MODE) {
-        // A umask may have taken our own bits away. The name is ours now, and in a sticky directory
-        // nobody else can replace it.
-        Ok(()) => fs::chmod(path, DIRECTORY_MODE).map_err(failed("set the mode of", path))?,
-        Err(Errno::EXIST) => {}
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(failed("create the directory", path)(Errno::EXIST));
+    };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let made = fs::open(parent, flags, Mode::empty()).and_then(|parent| dir::make_directory(parent, name));
+    match made {
+        Ok(_) | Err(Errno::EXIST) => {}
         Err(errno) => return Err(failed("create the directory", path)(errno)),
     }
     open_base(path, LinksFollowed::None)?.ok_or_else(|| failed("open the directory", path)(Errno::NOENT))

@@ -3,7 +3,7 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -65,16 +65,26 @@ pub(crate) fn make_directory(parent: impl AsFd, name: &OsStr) -> rustix::io::Res
     let parent = parent.as_fd();
     fs::mkdirat(parent, name, DIRECTORY_MODE)?;
     let directory = match open_directory(parent, name) {
-        // A umask took our own bits away. The name is ours: whoever else could replace it in `parent`
-        // could as well have made it.
+        // A umask took our own bits away.
         Err(Errno::ACCESS) => {
-            fs::chmodat(parent, name, DIRECTORY_MODE, AtFlags::empty())?;
+            make_accessible(parent, name)?;
             open_directory(parent, name)?
         }
         opened => opened?,
     };
+    // Where others may write in `parent`, one of theirs may have taken its place.
+    if fs::fstat(&directory)?.st_uid != our_uid() {
+        return Err(Errno::PERM);
+    }
     fs::fchmod(&directory, DIRECTORY_MODE)?;
     Ok(directory)
+}
+
+/// Gives a directory [`DIRECTORY_MODE`] that cannot be opened to read, itself and never through a link.
+fn make_accessible(parent: impl AsFd, name: &OsStr) -> rustix::io::Result<()> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let itself = fs::openat(parent, name, flags, Mode::empty())?;
+    fs::chmod(format!("/proc/self/fd/{}", itself.as_raw_fd()), DIRECTORY_MODE)
 }
 
 /// Opens the directory `path`, making it and its parents where they are missing, each with mode 0700.

@@ -129,7 +129,7 @@ impl Record {
     /// no regular file, or is not the caller's.
     pub fn read(path: &Path) -> Result<Option<Record>> {
         let Some(bytes) = read_capped(path)? else { return Ok(None) };
-        let record = parse(&bytes)
+        let record = Record::parse(&bytes)
             .map_err(|error| error.context(format!("the registration {} cannot be used", shown(path))))?;
         let expected = format!("{}.json", record.name);
         if path.file_name() != Some(OsStr::new(&expected)) {
@@ -137,6 +137,24 @@ impl Record {
             return Err(Error::new(Kind::Failed, error).hint("stop and start that cache again"));
         }
         Ok(Some(record))
+    }
+
+    /// A registration as it stands in a file.
+    ///
+    /// # Errors
+    ///
+    /// Where it is none of this version, or commands could not act on what it says.
+    pub fn parse(bytes: &[u8]) -> Result<Record> {
+        let bad =
+            |why: String| Error::new(Kind::Failed, why).hint("it is replaced by the next start of that name");
+        let version: Versioned = serde_json::from_slice(bytes).map_err(|cause| bad(cause.to_string()))?;
+        if version.schema != SCHEMA {
+            let error = format!("it has version {}, and this program reads version {SCHEMA}", version.schema);
+            return Err(Error::new(Kind::Failed, error).hint("use the program that started the cache"));
+        }
+        let record: Record = serde_json::from_slice(bytes).map_err(|cause| bad(cause.to_string()))?;
+        record.check().map_err(bad)?;
+        Ok(record)
     }
 
     /// The failure, as an error.
@@ -175,19 +193,6 @@ fn is_plain_component(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     let is_one = matches!(parts.next(), Some(Component::Normal(part)) if part == name);
     is_one && parts.next().is_none() && !name.contains('\0')
-}
-
-fn parse(bytes: &[u8]) -> Result<Record> {
-    let bad =
-        |why: String| Error::new(Kind::Failed, why).hint("it is replaced by the next start of that name");
-    let version: Versioned = serde_json::from_slice(bytes).map_err(|cause| bad(cause.to_string()))?;
-    if version.schema != SCHEMA {
-        let error = format!("it has version {}, and this program reads version {SCHEMA}", version.schema);
-        return Err(Error::new(Kind::Failed, error).hint("use the program that started the cache"));
-    }
-    let record: Record = serde_json::from_slice(bytes).map_err(|cause| bad(cause.to_string()))?;
-    record.check().map_err(bad)?;
-    Ok(record)
 }
 
 fn read_capped(path: &Path) -> Result<Option<Vec<u8>>> {

@@ -8,7 +8,6 @@
 //! each file; who opens `SelectedFile::real` compares that identity with the descriptor in hand.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::OsStr;
 use std::fs::{self, DirEntry, Metadata};
 use std::io;
 use std::ops::Range;
@@ -97,6 +96,18 @@ pub fn select(root: &Path, rules: &SelectionRules) -> Result<Selection> {
     select_within(root, rules, Limits { files: FILES_MAX, entries: ENTRIES_MAX })
 }
 
+/// Whether `rules` take a file, and whether they pass it through, going by its path in the source alone.
+///
+/// # Errors
+///
+/// [`Kind::Usage`] for a wrong pattern.
+#[doc(hidden)]
+pub fn judge(rules: &SelectionRules, path: &Path) -> Result<(bool, bool)> {
+    let filter = Filter::new(rules)?;
+    let taken = filter.included.cover(path) && !filter.excluded.cover(path);
+    Ok((taken, taken && filter.passed.cover(path)))
+}
+
 /// How much is selected and looked at, so that a test need not make a million files.
 #[derive(Clone, Copy)]
 struct Limits {
@@ -108,7 +119,7 @@ fn select_within(root: &Path, rules: &SelectionRules, limits: Limits) -> Result<
     let filter = Filter::new(rules)?;
     let root = resolve_root(root)?;
     let mut walk = Walk::new(&root, &filter, limits);
-    walk.directory(&Place::default(), &root, &mut Vec::new())?;
+    walk.everything()?;
     let Walk { mut files, mut links, mut excluded, strange, .. } = walk;
 
     files.sort_unstable_by(|a, b| a.path.cmp(&b.path));
@@ -219,6 +230,19 @@ struct Walk<'a> {
     resolved: HashMap<PathBuf, PathBuf>,
 }
 
+/// A directory to be walked, and where it stands.
+struct Below {
+    place: Place,
+    real: PathBuf,
+}
+
+/// A directory that is being walked, with the entries still to be looked at.
+struct Level {
+    place: Place,
+    real: PathBuf,
+    entries: std::vec::IntoIter<DirEntry>,
+}
+
 impl<'a> Walk<'a> {
     fn new(root: &'a Path, filter: &'a Filter, limits: Limits) -> Walk<'a> {
         Walk {
@@ -234,29 +258,42 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Everything below `place`, which is the directory `real`. `above` holds the real directories on
-    /// the way here.
-    fn directory(&mut self, place: &Place, real: &Path, above: &mut Vec<PathBuf>) -> Result<()> {
-        if above.len() > DEPTH_MAX {
-            return Err(self
-                .failed(&place.path, format!("is more than {DEPTH_MAX} directories deep"))
-                .hint(leave_out_hint(&place.path, true)));
-        }
-        above.push(real.to_owned());
-        for entry in self.entries(place, real)? {
-            let path = place.path.join(entry.file_name());
-            let kind =
-                entry.file_type().map_err(|cause| Error::io("look at", &self.root.join(&path), &cause))?;
-            if kind.is_symlink() {
-                self.link(place, path, real, &entry.file_name(), above)?;
-            } else if kind.is_dir() {
-                self.subdirectory(place, path, &entry.path(), above)?;
-            } else {
-                self.file(place, path, &entry)?;
+    /// Everything below the root. Not by recursion: a caller may have left us a small stack.
+    fn everything(&mut self) -> Result<()> {
+        let mut levels = vec![self.level(Below { place: Place::default(), real: self.root.to_owned() })?];
+        while let Some(level) = levels.last_mut() {
+            let Some(entry) = level.entries.next() else {
+                levels.pop();
+                continue;
+            };
+            let Some(below) = self.entry(&levels, &entry)? else { continue };
+            if levels.len() > DEPTH_MAX {
+                return Err(self
+                    .failed(&below.place.path, format!("is more than {DEPTH_MAX} directories deep"))
+                    .hint(leave_out_hint(&below.place.path, true)));
             }
+            levels.push(self.level(below)?);
         }
-        above.pop();
         Ok(())
+    }
+
+    fn level(&mut self, Below { place, real }: Below) -> Result<Level> {
+        let entries = self.entries(&place, &real)?.into_iter();
+        Ok(Level { place, real, entries })
+    }
+
+    /// One entry of the last of `levels`, and the directory that it leads into.
+    fn entry(&mut self, levels: &[Level], entry: &DirEntry) -> Result<Option<Below>> {
+        let Level { place, real, .. } = levels.last().expect("an entry is one of a directory");
+        let path = place.path.join(entry.file_name());
+        let kind = entry.file_type().map_err(|cause| Error::io("look at", &self.root.join(&path), &cause))?;
+        if kind.is_symlink() {
+            return self.link(levels, path, &real.join(entry.file_name()));
+        }
+        if kind.is_dir() {
+            return Ok(self.is_entered(place, &path).then(|| self.below(place, path, entry.path())));
+        }
+        self.file(place, path, entry).map(|()| None)
     }
 
     /// The entries of a directory in the order of their names, so that errors come in one order too.
@@ -304,57 +341,49 @@ impl<'a> Walk<'a> {
         self.take(place, &path, entry.path(), &metadata)
     }
 
-    /// A link named `name` in the directory `real`, wherever it leads.
-    fn link(
-        &mut self,
-        place: &Place,
-        path: PathBuf,
-        real: &Path,
-        name: &OsStr,
-        above: &mut Vec<PathBuf>,
-    ) -> Result<()> {
-        let here = real.join(name);
+    /// The link `here` in the last of `levels`, wherever it leads.
+    fn link(&mut self, levels: &[Level], path: PathBuf, here: &Path) -> Result<Option<Below>> {
+        let Level { place, .. } = levels.last().expect("a link stands in a directory");
         if let Some(index) = self.filter.excluded.find(&path, false) {
-            let bytes = fs::metadata(&here).ok().filter(Metadata::is_file).map_or(0, |file| file.len());
+            let bytes = fs::metadata(here).ok().filter(Metadata::is_file).map_or(0, |file| file.len());
             self.leave_out(&path, Some(index), bytes);
-            return Ok(());
+            return Ok(None);
         }
-        match self.follow(&here) {
-            Ok((target, metadata)) if metadata.is_dir() => self.linked_directory(place, path, &target, above),
+        match self.follow(here) {
+            Ok((target, metadata)) if metadata.is_dir() => {
+                return self.linked_directory(levels, path, target);
+            }
             Ok((target, metadata)) if self.is_taken(place, &path) => {
-                self.take(place, &path, target, &metadata)
+                self.take(place, &path, target, &metadata)?;
             }
-            Ok((_, metadata)) => {
-                self.leave_out(&path, None, metadata.len());
-                Ok(())
-            }
+            Ok((_, metadata)) => self.leave_out(&path, None, metadata.len()),
             Err(cause) => {
                 // Nobody can know what it was meant to lead to, so both kinds of pattern count.
                 let excluded = self.filter.excluded.find(&path, true);
                 let wanted = self.is_taken(place, &path) || self.filter.included.name_as_directory(&path);
                 if excluded.is_none() && wanted {
-                    return Err(self.bad_link(&path, &here, &cause));
+                    return Err(self.bad_link(&path, here, &cause));
                 }
                 self.leave_out(&path, excluded, 0);
-                Ok(())
             }
         }
+        Ok(None)
     }
 
     fn linked_directory(
         &mut self,
-        place: &Place,
+        levels: &[Level],
         path: PathBuf,
-        target: &Path,
-        above: &mut Vec<PathBuf>,
-    ) -> Result<()> {
+        target: PathBuf,
+    ) -> Result<Option<Below>> {
+        let place = &levels.last().expect("a link stands in a directory").place;
         if !self.is_entered(place, &path) {
-            return Ok(());
+            return Ok(None);
         }
         // Below an ancestor of any directory on the way here, this link would be met again.
-        if above.iter().any(|directory| directory.starts_with(target)) {
+        if levels.iter().any(|level| level.real.starts_with(&target)) {
             return Err(self
-                .failed(&path, format!("is a link to {}, a directory that holds it", shown(target)))
+                .failed(&path, format!("is a link to {}, a directory that holds it", shown(&target)))
                 .hint(leave_out_hint(&path, true)));
         }
         if let (Ok(inside), Some(link)) = (target.strip_prefix(self.root), path.to_str())
@@ -362,17 +391,7 @@ impl<'a> Walk<'a> {
         {
             self.links.push(DirectoryLink { path: link.to_owned(), target: inside.to_owned() });
         }
-        self.enter(place, path, target, above)
-    }
-
-    fn subdirectory(
-        &mut self,
-        place: &Place,
-        path: PathBuf,
-        real: &Path,
-        above: &mut Vec<PathBuf>,
-    ) -> Result<()> {
-        if self.is_entered(place, &path) { self.enter(place, path, real, above) } else { Ok(()) }
+        Ok(Some(self.below(place, path, target)))
     }
 
     /// Whether something in this directory can be selected; notes it as left out otherwise.
@@ -389,10 +408,10 @@ impl<'a> Walk<'a> {
         false
     }
 
-    fn enter(&mut self, place: &Place, path: PathBuf, real: &Path, above: &mut Vec<PathBuf>) -> Result<()> {
+    fn below(&self, place: &Place, path: PathBuf, real: PathBuf) -> Below {
         let taken = place.taken || self.filter.included.find(&path, true).is_some();
         let passed = place.passed || self.filter.passed.find(&path, true).is_some();
-        self.directory(&Place { path, taken, passed }, real, above)
+        Below { place: Place { path, taken, passed }, real }
     }
 
     /// A `--pattern` takes this file, or there is none.
@@ -1102,6 +1121,28 @@ mod tests {
         assert!(error.message().contains("64 directories deep"), "{error}");
         assert_eq!(tree.paths(&patterns(&["./y"])), ["y"]);
         assert_eq!(tree.paths(&also_exclude(&["d"])), ["y"]);
+    }
+
+    #[test]
+    fn deep_trees_take_no_deep_stack() {
+        let deepest = vec!["d"; DEPTH_MAX].join("/");
+        let tree = Tree::new(&[&format!("{deepest}/x")]);
+        // Far below what can be opened by one path.
+        let mut bottom = std::fs::File::open(tree.root().join(&deepest)).unwrap();
+        for _ in 0..1000 {
+            rustix::fs::mkdirat(&bottom, "d", rustix::fs::Mode::RWXU).unwrap();
+            let flags = rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC;
+            bottom = rustix::fs::openat(&bottom, "d", flags, rustix::fs::Mode::empty()).unwrap().into();
+        }
+        let root = tree.root().to_owned();
+        let walk =
+            move || (select(&root, &default()), select(&root, &also_exclude(&[&format!("{deepest}/d")])));
+        let thread = std::thread::Builder::new().stack_size(160 << 10).spawn(walk).unwrap();
+        let (refused, selected) = thread.join().unwrap();
+        // The standard library would need a descriptor for each level.
+        assert!(std::process::Command::new("rm").arg("-rf").arg(tree.root()).status().unwrap().success());
+        assert!(refused.unwrap_err().message().contains("64 directories deep"));
+        assert_eq!(selected.unwrap().files.len(), 1);
     }
 
     #[test]

@@ -26,6 +26,24 @@ pub fn credentials(socket: BorrowedFd<'_>) -> io::Result<Peer> {
     Ok(Peer { pid: found.pid, uid: found.uid })
 }
 
+/// Whether `uid`, as this process sees it, is its own user.
+///
+/// In a user namespace that knows few users, all the others are shown as one: the overflow user, 65534. Where
+/// this process is shown as that user too, the number says nothing, and nobody is the same.
+pub fn is_same_user(uid: u32) -> bool {
+    let maps = || std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    uid == rustix::process::geteuid().as_raw() && (uid != OVERFLOW_UID || knows_every_user(&maps()))
+}
+
+/// The user that the kernel shows for those that a user namespace does not know, unless root set another.
+const OVERFLOW_UID: u32 = 65534;
+
+/// Whether a `uid_map` has a number for every user, so that none is shown as another.
+fn knows_every_user(map: &str) -> bool {
+    let lengths = map.lines().filter_map(|line| line.split_whitespace().nth(2)?.parse::<u64>().ok());
+    lengths.sum::<u64>() >= u64::from(u32::MAX)
+}
+
 /// A pidfd of the process at the other end, without a race: the kernel kept the process, not its number.
 /// `ENOPROTOOPT` before Linux 6.5; `ESRCH`, `ENODATA` or `EINVAL` where it has ended.
 pub fn pidfd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
@@ -122,5 +140,15 @@ mod tests {
         let peer = credentials(one.as_fd()).expect("credentials");
         assert_eq!(peer.pid, std::process::id() as i32);
         assert_eq!(peer.uid, rustix::process::geteuid().as_raw());
+        assert!(!is_same_user(peer.uid + 1));
+    }
+
+    #[test]
+    fn a_namespace_of_few_users_is_told_from_that_of_all() {
+        assert!(knows_every_user("         0          0 4294967295\n"));
+        assert!(knows_every_user("0 0 1000\n1000 1000 4294966295\n"));
+        assert!(!knows_every_user("      1000       1000          1\n"));
+        assert!(!knows_every_user(""));
+        assert!(!knows_every_user("no numbers here\n"));
     }
 }

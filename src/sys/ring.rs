@@ -104,7 +104,9 @@ impl Ring {
         let wanted = usize::from(self.in_flight() > 0);
         loop {
             match self.ring.submit_and_wait(wanted) {
-                Ok(_) => break,
+                // An interrupted wait of a call that submitted something is no error, and may end with nothing.
+                Ok(_) if wanted == 0 || !self.ring.completion().is_empty() => break,
+                Ok(_) => {}
                 // Interrupted, or the kernel is short of memory for a moment: what it took stays taken.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR)) => {}
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {

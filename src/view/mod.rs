@@ -231,8 +231,19 @@ fn withdraw_crashed(at: &Path, daemon: Option<i32>, keep_empty_directory: bool) 
             Err(Error::new(Kind::InUse, error)
                 .hint("a killed process may need time to free its memory: try again in a moment"))
         }
-        (standing, _) => Ok(refuse_what_stands(&spot, standing).err().map(|e| e.message().to_owned())),
+        // Where no daemon is known there is nothing to say: who wants the place says what is wrong with it.
+        (standing, _) => Ok(daemon.and_then(|_| left_standing(at, standing))),
     }
+}
+
+/// Says what stands in the place of a dead daemon's view and is none of its.
+fn left_standing(at: &Path, standing: Standing) -> Option<String> {
+    let what = match standing {
+        Standing::Absent | Standing::Empty | Standing::Dead { .. } => return None,
+        Standing::Live { pid } => format!("is a view of the daemon with pid {pid}"),
+        Standing::Foreign { what } => what,
+    };
+    Some(format!("{} is left alone: it {what}", shown(at)))
 }
 
 fn take_dead_away(spot: &Spot, dead: Inode, keep_empty_directory: bool) -> Result<bool> {

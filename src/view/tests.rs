@@ -373,7 +373,13 @@ fn dead_views_are_removed_and_nothing_else_is() {
         assert_eq!(withdraw_crashed(&at, its_daemon, false).unwrap_err().kind(), Kind::InUse);
     }
     // Another cache has taken the place, which is no matter of the dead one's any more.
-    assert!(withdraw_crashed(&at, Some(1), false).unwrap().unwrap().contains("is in use"));
+    let told = withdraw_crashed(&at, Some(1), false).unwrap().unwrap();
+    assert!(told.contains("is left alone: it is a view of the daemon"), "{told}");
+    std::fs::create_dir(home.at("mine")).unwrap();
+    std::fs::write(home.at("mine/words"), "words").unwrap();
+    let told = withdraw_crashed(&home.at("mine"), Some(1), false).unwrap().unwrap();
+    assert!(told.contains("is left alone: it holds words"), "{told}");
+    assert_eq!(withdraw_crashed(&home.at("mine"), None, false).unwrap(), None, "nobody knows of a daemon");
     assert_eq!(names_in(&at), ["a"]);
 }
 

@@ -136,7 +136,7 @@ impl User {
         self.home.join("base")
     }
 
-    fn owns(&self, path: &Path) {
+    pub(crate) fn owns(&self, path: &Path) {
         std::os::unix::fs::lchown(path, Some(self.uid), Some(self.gid)).unwrap();
     }
 
@@ -148,12 +148,12 @@ impl User {
 
 const WEIGHTS_BYTES: u64 = (4 << 20) + 5;
 
-fn open_to_all(directory: &Path) {
+pub(crate) fn open_to_all(directory: &Path) {
     std::fs::set_permissions(directory, PermissionsExt::from_mode(0o755)).unwrap();
 }
 
 /// Whether this test can be two users at once; else a line says that it is left out.
-fn is_root(what: &str) -> bool {
+pub(crate) fn is_root(what: &str) -> bool {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
         skipped(format!("{what} needs root, to be two users"));
@@ -162,7 +162,7 @@ fn is_root(what: &str) -> bool {
 }
 
 /// What `act` gives, done by a thread of `user`.
-fn as_user<T: Send + 'static>(user: &User, act: impl FnOnce() -> T + Send + 'static) -> T {
+pub(crate) fn as_user<T: Send + 'static>(user: &User, act: impl FnOnce() -> T + Send + 'static) -> T {
     let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
     let thread = std::thread::spawn(move || {
         set_thread_res_gid(gid, gid, gid).unwrap();

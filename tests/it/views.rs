@@ -251,7 +251,8 @@ fn strange_files_in_a_view_are_kept_and_named() {
     }
     assert_eq!(entries(&view), ["config.json", "mine.txt", "text_encoder"]);
     assert_eq!(entries(&view.join("text_encoder")), ["mine.txt"]);
-    sandbox.start(&[]).expect_refusal(1, "not taken over");
+    let refused = sandbox.start(&[]).expect_refusal(1, "not taken over");
+    assert!(!refused.stderr.contains("note: "), "said once: {refused:#?}");
     fs::remove_dir_all(&view).unwrap();
     sandbox.started(&[]);
 }

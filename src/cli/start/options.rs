@@ -81,16 +81,16 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "KIND", default_value = "auto", value_parser = PossibleValuesParser::new(memory::Choice::NAMES))]
     pub(super) backing: String,
     /// Parallel preload workers
-    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = args::WORKERS as u32, value_parser = clap::value_parser!(u32).range(1..=WORKERS_MAX as i64))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = args::WORKERS as u32, value_parser = args::number(1..=WORKERS_MAX as u32))]
     pub(super) workers: u32,
     /// Bytes that a worker takes at a time, a plain number; rounded up to 2 MiB inside
-    #[arg(long, value_name = "BYTES", allow_negative_numbers = true, default_value_t = args::CHUNK_BYTES, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true, default_value_t = args::CHUNK_BYTES, value_parser = args::plain_bytes)]
     pub(super) chunk_size: u64,
     /// What reads the source; auto takes io-uring where the kernel permits it
     #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = PossibleValuesParser::new(engine::Choice::NAMES))]
     pub(super) engine: String,
     /// Reads in flight per worker [default: by the engine]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=DEPTH_MAX as i64))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = args::number(1..=DEPTH_MAX as u32))]
     pub(super) queue_depth: Option<u32>,
     #[arg(long, value_name = "SIZE", help = read_size_help(), value_parser = read_size)]
     pub(super) read_size: Option<ByteSize>,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::super::{output, preflight};
+use super::super::output;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{Operation, Reply, State, Status};
@@ -98,19 +98,6 @@ fn file_differences(manifest: &Manifest, now: &Selection) -> Vec<String> {
         return Vec::new();
     }
     differences(&Selection::of_manifest(manifest), now, FILES_NAMED_MAX)
-}
-
-/// Whether the view of a ready cache is still whole: it is only a directory, and can be removed.
-pub(super) fn check_view(client: &mut Client, status: &Status) -> Result<()> {
-    if status.state != State::Ready {
-        return Ok(());
-    }
-    match client.request(Operation::Manifest {})? {
-        Reply::Manifest(manifest) => {
-            preflight::check_whole(Path::new(&status.view), &manifest, &status.backing)
-        }
-        _ => Err(Error::new(Kind::Failed, "the daemon answered out of turn")),
-    }
 }
 
 /// Says where what runs was loaded in another way than is asked for, which changes nothing any more.

@@ -29,7 +29,7 @@ impl Terms {
     pub const BYTES: usize = 213;
 
     /// As it is written: [`Terms::BYTES`] long.
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         assert!(self.name.is_ascii() && self.name.len() <= NAME_BYTES_MAX, "the name of a cache");
         let proposes = self.proposes.map_or(NOTHING_PROPOSED.to_owned(), |bytes| format!("{bytes:020}"));
         let body = format!(
