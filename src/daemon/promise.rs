@@ -30,7 +30,7 @@ pub struct Promise {
 ///
 /// # Errors
 ///
-/// As [`budget::admit`]; others where promises cannot be read or written. Nothing is then promised.
+/// As [`budget::admit()`]; others where promises cannot be read or written. Nothing is then promised.
 pub fn admit(request: &Request, name: &str, run_dir: &Path, log: &Log) -> Result<(Grant, Promise)> {
     let (claims, narrower) = Claims::of_promises(run_dir);
     if let Some(why) = narrower {
