@@ -31,7 +31,7 @@ pub struct Promise {
 ///
 /// # Errors
 ///
-/// As [`budget::admit`]; others where promises cannot be read or written. Nothing is then promised.
+/// As [`budget::admit()`]; others where promises cannot be read or written. Nothing is then promised.
 pub fn admit(
     request: &Request,
     limits: &mut Limits,

@@ -134,6 +134,43 @@ fn a_quota_under_way_binds_others_and_goes_with_a_crash() {
 }
 
 #[test]
+fn a_quota_that_cannot_be_set_in_the_end_is_a_start_that_failed() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze_with(&["--max-resident-bytes", "70MiB"]) else { return };
+    // In the way of the file, for root too.
+    let kept = quota_file(&sandbox.path("base/run"));
+    fs::create_dir(&kept).unwrap();
+    drop(frozen);
+    let waited = sandbox.ask("wait", &[]).expect_refusal(1, "the quota cannot be set (--max-resident-bytes)");
+    assert!(waited.stderr.contains(kept.to_str().unwrap()), "{waited:?}");
+    until("an end", || sandbox.daemons().is_empty());
+    assert_eq!(entries(&sandbox.view()), [""; 0], "the view is withdrawn");
+    fs::remove_dir(&kept).unwrap();
+    assert_eq!(usage(&sandbox), (None, 0));
+    // The failure is kept where it was not told in time.
+    sandbox.ask("stop", &[]);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn what_a_load_has_still_to_fill_is_promised_to_it() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze() else { return };
+    let model = sandbox.model();
+    let promised = || {
+        let inspected = sandbox.iloader(&["inspect", model.to_str().unwrap(), "--json"]).expect(0).json();
+        inspected["memory"]["promised_bytes"].as_u64().unwrap()
+    };
+    // It was met early in its 64 MiB. Other tests have promises of their own.
+    assert!(promised() >= 16 * MIB, "{}", promised());
+    let log = fs::read_to_string(sandbox.path("base/logs").join(format!("{}.log", sandbox.name()))).unwrap();
+    assert!(!log.contains("only the starts of this BASE"), "{log}");
+    drop(frozen);
+    sandbox.ask("wait", &[]).expect(0);
+    sandbox.ask("stop", &[]).expect(0);
+}
+
+#[test]
 fn two_bases_share_the_quota_of_one_socket_directory() {
     let (one, other) = (sandbox(&[4]), sandbox(&[4]));
     let directory = one.path("sockets");

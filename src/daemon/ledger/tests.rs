@@ -70,7 +70,7 @@ fn files(directory: &Path) -> usize {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
     /// Whatever starts, ends, crashes and sets do in whatever order, the ledger is the model: nothing above the
     /// quota is taken, and nothing is lost by a crash.
