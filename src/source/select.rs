@@ -96,6 +96,18 @@ pub fn select(root: &Path, rules: &SelectionRules) -> Result<Selection> {
     select_within(root, rules, Limits { files: FILES_MAX, entries: ENTRIES_MAX })
 }
 
+/// Whether `rules` take a file, and whether they pass it through, going by its path in the source alone.
+///
+/// # Errors
+///
+/// [`Kind::Usage`] for a wrong pattern.
+#[doc(hidden)]
+pub fn judge(rules: &SelectionRules, path: &Path) -> Result<(bool, bool)> {
+    let filter = Filter::new(rules)?;
+    let taken = filter.included.cover(path) && !filter.excluded.cover(path);
+    Ok((taken, taken && filter.passed.cover(path)))
+}
+
 /// How much is selected and looked at, so that a test need not make a million files.
 #[derive(Clone, Copy)]
 struct Limits {

@@ -5,6 +5,7 @@
 mod containers;
 mod copy;
 mod dead;
+mod decoders;
 mod file_systems;
 mod harness;
 mod immutable;

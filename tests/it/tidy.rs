@@ -207,8 +207,10 @@ fn root() -> &'static Path {
 
 /// Every file of the project, relative to its root, sorted; nothing that was built or installed.
 fn project_files() -> Vec<String> {
-    let mut directories: Vec<PathBuf> =
-        ["src", "tests", "tools", "benches", "docs", ".ci"].iter().map(|name| root().join(name)).collect();
+    let mut directories: Vec<PathBuf> = ["src", "tests", "tools", "benches", "docs", "fuzz", ".ci"]
+        .iter()
+        .map(|name| root().join(name))
+        .collect();
     let mut files: Vec<String> = [
         "README.md",
         "CHANGELOG.md",
@@ -226,7 +228,7 @@ fn project_files() -> Vec<String> {
         for entry in entries {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap();
-            if [".venv", "__pycache__"].contains(&name) {
+            if [".venv", "__pycache__", "artifacts", "corpus", "target"].contains(&name) {
                 continue;
             }
             if path.is_dir() {

@@ -1,0 +1,223 @@
+//! What must hold of every decoder, whatever bytes it is given. Shared by the fuzz targets, which look for bytes
+//! that break it, and by `tests/it/decoders.rs`, which tries those that were found before.
+//!
+//! A new decoder takes a function here, a row in [`ALL`], a file of one line in `fuzz_targets/`, a `[[bin]]` in
+//! `Cargo.toml`, and a directory with a few valid examples in `corpus/`.
+
+#![allow(dead_code, reason = "each target uses one function of these")]
+
+use std::path::{Path, PathBuf};
+
+use iloader::budget::{cgroup, meminfo};
+use iloader::control::frame::{Decoder, HEADER_BYTES};
+use iloader::control::message::{PROTOCOL, PROTOCOL_OLDEST, Reply, Request};
+use iloader::manifest::SelectionRules;
+use iloader::registry::{Name, Record};
+use iloader::source::{Identity, SelectedFile, Selection, advice, select};
+use iloader::units::{ByteSize, parse_seconds};
+
+/// What checks a decoder.
+pub(crate) type Check = fn(&[u8]);
+
+/// Every decoder by the name of its target.
+pub(crate) const ALL: &[(&str, Check)] = &[
+    ("advice", advice),
+    ("cgroup", cgroup),
+    ("frame", frame),
+    ("pattern", pattern),
+    // The quota file of a quota group belongs here, once there is one.
+    ("record", record),
+    ("reply", reply),
+    ("request", request),
+    ("size", size),
+];
+
+/// The first byte is the limit, the second the length of the pieces; the rest is the stream.
+pub(crate) fn frame(bytes: &[u8]) {
+    let [limit, piece, stream @ ..] = bytes else { return };
+    let limit = usize::from(*limit);
+    let mut decoder = Decoder::new(limit);
+    let mut passed = 0;
+    for piece in stream.chunks(usize::from(*piece).max(1)) {
+        decoder.fill(piece);
+        loop {
+            match decoder.next_frame() {
+                Ok(Some(frame)) => {
+                    assert!(frame.len() <= limit, "a frame over the limit");
+                    let (header, rest) =
+                        stream[passed..].split_first_chunk::<HEADER_BYTES>().expect("a header");
+                    assert_eq!(u32::from_le_bytes(*header) as usize, frame.len());
+                    assert_eq!(rest[..frame.len()], frame, "another frame than was sent");
+                    passed += HEADER_BYTES + frame.len();
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    assert_short(error.message());
+                    let (header, _) = stream[passed..].split_first_chunk::<HEADER_BYTES>().expect("a header");
+                    assert!(
+                        u32::from_le_bytes(*header) as usize > limit,
+                        "a sound frame is refused: {error}"
+                    );
+                    return;
+                }
+            }
+        }
+    }
+    assert_eq!(decoder.has_begun(), passed < stream.len(), "bytes are lost or made up");
+}
+
+/// A request as a daemon takes it.
+pub(crate) fn request(bytes: &[u8]) {
+    match Request::parse(bytes) {
+        Ok(request) => {
+            assert!(request.oldest <= PROTOCOL && request.protocol >= PROTOCOL_OLDEST);
+            let written = serde_json::to_vec(&request).expect("what was read can be written");
+            assert_eq!(Request::parse(&written).expect("what was written can be read"), request);
+        }
+        Err(error) => assert!(!error.message().contains('\n'), "not one line: {error}"),
+    }
+}
+
+/// A reply as a client takes it.
+pub(crate) fn reply(bytes: &[u8]) {
+    if let Ok(reply) = serde_json::from_slice::<Reply>(bytes) {
+        let written = serde_json::to_vec(&reply).expect("what was read can be written");
+        // Not compared: the last digit of a number of seconds may differ.
+        serde_json::from_slice::<Reply>(&written).expect("what was written can be read");
+        if let Reply::Error(failure) = reply {
+            let _ = iloader::Error::from(failure).kind().exit_code();
+        }
+    }
+}
+
+/// A registration as it stands in BASE.
+pub(crate) fn record(bytes: &[u8]) {
+    let Ok(record) = Record::parse(bytes) else { return };
+    record.name.parse::<Name>().expect("a registration of a name");
+    assert!(record.pid > 0, "kill(0) and kill(-1) reach others");
+    for path in [&record.socket, &record.view, &record.source, &record.pid_file, &record.log_file] {
+        assert!(Path::new(path).is_absolute() && !path.contains('\0'), "{path:?}");
+    }
+    if let Some(kept) = &record.kept_dirname {
+        let inside = Path::new("/view").join(kept);
+        assert_eq!(inside.parent(), Some(Path::new("/view")), "{kept:?}");
+    }
+    let _ = record.failure();
+    let written = serde_json::to_vec(&record).expect("what was read can be written");
+    assert_eq!(Record::parse(&written).expect("what was written can be read"), record);
+}
+
+/// What people type: a size, seconds, a name.
+pub(crate) fn size(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    if let Ok(size) = text.parse::<ByteSize>() {
+        assert_eq!(size.0.to_string().parse(), Ok(size));
+        assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'.'), "{text:?}");
+        let _ = size.to_string();
+    }
+    if let Ok(seconds) = parse_seconds(text) {
+        assert!(seconds.as_secs_f64() <= 1e9);
+        assert!(std::time::Instant::now().checked_add(seconds).is_some());
+    }
+    match text.parse::<Name>() {
+        Ok(name) => {
+            assert_eq!(name.as_str(), text);
+            assert!((1..=96).contains(&text.len()) && !text.contains("..") && !text.starts_with(['.', '-']));
+            assert!(
+                text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte)),
+                "{text:?}"
+            );
+        }
+        Err(error) => assert!(!error.message().contains('\n'), "not one line: {error}"),
+    }
+}
+
+/// The first line is a pattern, each further one a path.
+pub(crate) fn pattern(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let mut lines = text.split('\n');
+    let pattern = lines.next().unwrap_or_default();
+    let rules = |patterns: &[&str], also_exclude: &[&str], passthrough: &[&str]| {
+        let owned = |list: &[&str]| list.iter().map(|text| (*text).to_owned()).collect();
+        SelectionRules {
+            patterns: owned(patterns),
+            exclude: Some(Vec::new()),
+            also_exclude: owned(also_exclude),
+            passthrough: owned(passthrough),
+        }
+    };
+    for path in lines.filter(|path| is_relative(path)) {
+        let judged = |rules: &SelectionRules| select::judge(rules, Path::new(path)).ok();
+        let left_out = judged(&rules(&[], &[pattern], &[]));
+        let passed = judged(&rules(&[], &[], &[pattern]));
+        let taken = judged(&rules(&[pattern], &[], &[]));
+        assert_eq!(left_out.is_some(), passed.is_some(), "one option takes the pattern, the other does not");
+        assert_eq!(left_out.is_some(), taken.is_some(), "one option takes the pattern, the other does not");
+        let (Some((kept, _)), Some((all, passes)), Some((takes, _))) = (left_out, passed, taken) else {
+            return;
+        };
+        assert!(all, "no exclusion leaves nothing out");
+        assert_eq!(kept, !passes, "--also-exclude and --passthrough mean the same files");
+        assert!(!takes || !kept, "what --pattern takes, --also-exclude leaves out");
+    }
+}
+
+/// The kernel's files about memory and control groups.
+pub(crate) fn cgroup(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let _ = cgroup::parse_membership(&text);
+    for mount in cgroup::parse_mounts(&text) {
+        assert!(mount.root.len() <= text.len() && mount.point.as_os_str().len() <= text.len());
+    }
+    for limit in [cgroup::parse_limit(&text), cgroup::parse_hierarchical_limit(&text)].into_iter().flatten() {
+        assert!(limit < i64::MAX as u64, "no limit is taken for one");
+    }
+    for version in [cgroup::Version::V1, cgroup::Version::V2] {
+        let _ = cgroup::parse_reclaimable(version, &text);
+    }
+    for name in ["MemAvailable", "CommitLimit", ""] {
+        let _ = meminfo::field(&text, name);
+    }
+}
+
+/// Each line is the path of a file in a model.
+pub(crate) fn advice(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let mut paths: Vec<&str> = text.split('\n').filter(|path| is_relative(path)).take(100).collect();
+    paths.sort_unstable();
+    paths.dedup();
+    let file = |(inode, path): (usize, &&str)| SelectedFile {
+        path: (*path).to_owned(),
+        real: PathBuf::from("/m").join(path),
+        identity: Identity {
+            device: 1,
+            inode: inode as u64,
+            bytes: 1 << 30,
+            mtime_seconds: 0,
+            mtime_nanoseconds: 0,
+        },
+        passthrough: false,
+    };
+    let selection = Selection {
+        root: PathBuf::from("/m"),
+        rules: SelectionRules::default(),
+        files: paths.iter().enumerate().map(file).collect(),
+        directory_links: Vec::new(),
+        excluded: Vec::new(),
+        warnings: Vec::new(),
+    };
+    for advice in advice::advise(&selection) {
+        assert!(advice.files > 0 && advice.bytes > 0 && !advice.flags.is_empty(), "{advice:?}");
+        assert!(advice.files <= paths.len() as u64 && advice.bytes <= selection.bytes(), "{advice:?}");
+    }
+}
+
+/// A path as a selection has them.
+fn is_relative(path: &str) -> bool {
+    !path.is_empty() && !path.split('/').any(|part| matches!(part, "" | "." | "..")) && !path.contains('\0')
+}
+
+/// Whatever a peer sends, the error about it is one short line.
+fn assert_short(message: &str) {
+    assert!(message.len() < 300 && !message.contains('\n'), "{message:?}");
+}
