@@ -4,6 +4,7 @@
 //! more that are drawn or made from them.
 
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use proptest::prelude::*;
 
@@ -83,9 +84,10 @@ proptest! {
         example in any::<prop::sample::Index>(),
         changes in proptest::collection::vec((any::<usize>(), any::<u8>(), any::<u8>()), 1..6),
     ) {
-        for (name, decode) in fuzzed::ALL {
-            let corpus = corpus(name);
-            decode(&changed(example.get(&corpus).clone(), &changes));
+        static CORPORA: LazyLock<Vec<Vec<Vec<u8>>>> =
+            LazyLock::new(|| fuzzed::ALL.iter().map(|(name, _)| corpus(name)).collect());
+        for ((_, decode), examples) in fuzzed::ALL.iter().zip(CORPORA.iter()) {
+            decode(&changed(example.get(examples).clone(), &changes));
         }
     }
 }
