@@ -220,10 +220,14 @@ fn stopped(target: &Target, status: &Status, holders: Option<&Readers>, force: b
             )
         }
         Some(Readers { unseen, .. }) if !unseen.is_empty() => {
-            let unseen = unseen.iter().map(|process| (process.pid, process.command.as_str()));
+            // What they are is enough here: every stop may have to name the same ones.
+            let program = |command: &'_ str| command.split(' ').next().unwrap_or_default().to_owned();
+            let unseen: Vec<_> =
+                unseen.iter().map(|process| (process.pid, program(&process.command))).collect();
+            let unseen = unseen.iter().map(|(pid, program)| (*pid, program.as_str()));
             format!(
-                "stopped {label} ({size}); its memory is free, unless one of these has it open, which cannot be \
-                 looked into: {}",
+                "stopped {label} ({size}); its memory is free, unless one of these processes has it open, which \
+                 cannot be looked into: {}",
                 named(unseen)
             )
         }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod collect;
 mod containers;
 mod copy;
 mod dead;
@@ -11,6 +12,7 @@ mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod readers;
 mod resting;
 mod reuse;
 mod start;

@@ -140,7 +140,7 @@ impl User {
         std::os::unix::fs::lchown(path, Some(self.uid), Some(self.gid)).unwrap();
     }
 
-    fn assert_nothing_runs(&self) {
+    pub(crate) fn assert_nothing_runs(&self) {
         until("an orderly end", || entries(&self.base().join("run")).is_empty());
         assert_eq!(entries(&self.base().join("views/n")), [""; 0]);
     }
