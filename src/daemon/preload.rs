@@ -111,7 +111,30 @@ fn random() -> u64 {
     }
 }
 
+/// Whether a load of `selection` would be begun by a daemon of this process's kind once `freed_bytes` more of
+/// memory are available. Allocates nothing and makes nothing.
+///
+/// # Errors
+///
+/// The one that such a load would end with at once.
+pub fn rehearse(config: &Config, selection: &Selection, freed_bytes: u64) -> Result<()> {
+    let plan = plan::lay_out(selection, config.tuning.chunk_bytes);
+    let settings = settings(config, &plan)?;
+    let rooms = budget::available()?.rooms.into_iter();
+    let later = rooms.map(|room| budget::Room { bytes: room.bytes.saturating_add(freed_bytes), ..room });
+    admit_into(config, &plan, &settings, &budget::Availability::of(later.collect())).map(drop)
+}
+
 fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
+    admit_into(config, plan, settings, &budget::available()?)
+}
+
+fn admit_into(
+    config: &Config,
+    plan: &Plan,
+    settings: &Settings,
+    available: &budget::Availability,
+) -> Result<budget::Grant> {
     let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
@@ -125,7 +148,7 @@ fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Gr
         memory_bytes_max: config.limits.memory_bytes_max,
         force: config.limits.force,
     };
-    budget::admit(&request, &budget::available()?)
+    budget::admit(&request, available)
 }
 
 /// Adds up what the workers report.
