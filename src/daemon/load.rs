@@ -12,6 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::control::message::{Progress, ReadCounts};
 use crate::daemon::config::Config;
+use crate::daemon::looks::Find;
 use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::source::DirectoryLink;
@@ -106,6 +107,8 @@ pub struct Work {
     pub load: Loader,
     /// What follows it.
     pub publish: Publisher,
+    /// How it finds who reads.
+    pub find: Find,
 }
 
 impl fmt::Debug for Work {

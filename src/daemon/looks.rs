@@ -8,7 +8,10 @@ use std::time::Instant;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::error::{Error, Result};
-use crate::readers::{self, Detail, Seen, Segments};
+use crate::readers::{Detail, Seen, Segments};
+
+/// Looks for readers of segments: [`crate::readers::find`], or what a test has in its place.
+pub type Find = Arc<dyn Fn(&Segments, Detail) -> Result<Seen> + Send + Sync>;
 
 /// What a look came to.
 #[derive(Debug)]
@@ -20,8 +23,8 @@ pub(super) struct Look {
 }
 
 /// Takes looks, one at a time.
-#[derive(Debug)]
 pub(super) struct Looker {
+    find: Find,
     detail: Detail,
     /// When the one that is being taken began.
     began: Option<Instant>,
@@ -44,10 +47,11 @@ impl Shared {
 
 impl Looker {
     /// One that looks so closely.
-    pub(super) fn new(detail: Detail) -> Result<Looker> {
+    pub(super) fn new(find: &Find, detail: Detail) -> Result<Looker> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::os("make an event descriptor", &errno.into()))?;
-        Ok(Looker { detail, began: None, shared: Arc::new(Shared { wake, seen: Mutex::new(None) }) })
+        let find = Arc::clone(find);
+        Ok(Looker { find, detail, began: None, shared: Arc::new(Shared { wake, seen: Mutex::new(None) }) })
     }
 
     /// Whether a look is being taken.
@@ -61,11 +65,12 @@ impl Looker {
             return;
         }
         self.began = Some(Instant::now());
-        let (detail, shared, owned) = (self.detail, Arc::clone(&self.shared), Arc::clone(segments));
-        let look = move || shared.end(readers::find(&owned, detail));
+        let (find, detail) = (Arc::clone(&self.find), self.detail);
+        let (shared, owned) = (Arc::clone(&self.shared), Arc::clone(segments));
+        let look = move || shared.end(find(&owned, detail));
         if std::thread::Builder::new().name("readers".to_owned()).spawn(look).is_err() {
             // Where no thread can be had, it is still better to look than not to.
-            self.shared.end(readers::find(segments, detail));
+            self.shared.end((self.find)(segments, detail));
         }
     }
 

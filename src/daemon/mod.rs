@@ -6,7 +6,7 @@ pub mod leases;
 pub mod listener;
 pub mod load;
 pub mod log;
-mod looks;
+pub mod looks;
 pub mod preload;
 pub mod registered;
 pub mod serve;

@@ -1,7 +1,7 @@
 //! The load itself, put together: select → lay_out → admit → load → publish.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use rustix::process::{Resource, getrlimit};
@@ -16,6 +16,7 @@ use crate::load::{self, Options, READ_BYTES_DEFAULT, Watch};
 use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
+use crate::readers;
 use crate::source::{self, Direct, Selection};
 use crate::view::{View, ViewLink};
 
@@ -35,10 +36,15 @@ const DESCRIPTORS_SERVING: u64 = 256;
 /// What each file under way has open: the source, perhaps twice, and the memory file, perhaps twice.
 const DESCRIPTORS_OF_FILE: u64 = 4;
 
-/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors.
+/// What a daemon for `config` does: loads into memory, publishes a view of links to its descriptors, and looks for
+/// readers in `/proc`.
 pub fn work(config: &Config) -> Work {
     let config = config.clone();
-    Work { load: Box::new(move |control| load(&config, control)), publish: Box::new(publish) }
+    Work {
+        load: Box::new(move |control| load(&config, control)),
+        publish: Box::new(publish),
+        find: Arc::new(readers::find),
+    }
 }
 
 /// Loads what `config` asks for. On failure nothing is left.

@@ -73,8 +73,8 @@ pub struct Start {
 /// load failed.
 pub fn serve(start: Start) -> Result<()> {
     let Start { config, mut listener, registered, log, work } = start;
-    let Work { load, publish } = work;
-    let begun = Uses::new(&listener)
+    let Work { load, publish, find } = work;
+    let begun = Uses::new(&listener, &find)
         .and_then(|uses| Ok((Load::start(load)?, uses)))
         .and_then(|(load, uses)| listener.watch_load(&load).map(|()| (load, uses)));
     let (load, uses) = match begun {

@@ -18,7 +18,7 @@ use super::{Phase, Server};
 use crate::control::message::{LeaseInfo, ReaderInfo, Readers, Reply};
 use crate::daemon::leases::ConnectionId;
 use crate::daemon::listener::Listener;
-use crate::daemon::looks::{Look, Looker};
+use crate::daemon::looks::{Find, Look, Looker};
 use crate::error::{Error, Kind, Result, shown};
 use crate::readers::{Detail, Reader, Seen, Segments};
 
@@ -86,8 +86,8 @@ impl PendingStop {
 }
 
 impl Uses {
-    pub(super) fn new(listener: &Listener) -> Result<Uses> {
-        let (decisive, curious) = (Looker::new(Detail::Who)?, Looker::new(Detail::Memory)?);
+    pub(super) fn new(listener: &Listener, find: &Find) -> Result<Uses> {
+        let (decisive, curious) = (Looker::new(find, Detail::Who)?, Looker::new(find, Detail::Memory)?);
         listener.watch_look(&decisive)?;
         listener.watch_look(&curious)?;
         Ok(Uses {
