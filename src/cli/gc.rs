@@ -210,8 +210,9 @@ fn dispose(cache: &Cache, apply: bool) -> Result<Option<String>> {
 /// What dead daemons left under each name of BASE; removed where `apply`.
 fn leftovers(base: &BaseDir, apply: bool) -> Result<Vec<Leftover>> {
     let mut found = Vec::new();
+    let living = places_of_the_living(base)?;
     for name in registry::names_in_use(base)? {
-        let Some(paths) = left_under(base, &name).transpose() else { continue };
+        let Some(paths) = left_under(base, &name, &living).transpose() else { continue };
         let mut leftover = Leftover { name: name.to_string(), paths: Vec::new(), error: None };
         match paths {
             Ok(paths) => {
@@ -228,8 +229,15 @@ fn leftovers(base: &BaseDir, apply: bool) -> Result<Vec<Leftover>> {
     Ok(found)
 }
 
+/// Where living caches have their things, which may be where another name would have them by default.
+fn places_of_the_living(base: &BaseDir) -> Result<Vec<PathBuf>> {
+    let living = registry::list(base)?.into_iter().filter(|found| found.liveness != Liveness::Dead);
+    let records = living.filter_map(|found| found.record.ok());
+    Ok(records.flat_map(|record| [record.socket, record.pid_file, record.view]).map(PathBuf::from).collect())
+}
+
 /// `None` where nothing is left, or it is not known to be a dead daemon's.
-fn left_under(base: &BaseDir, name: &Name) -> Result<Option<Vec<PathBuf>>> {
+fn left_under(base: &BaseDir, name: &Name, living: &[PathBuf]) -> Result<Option<Vec<PathBuf>>> {
     let paths = base.paths(name);
     let record: Option<Record> = match registry::look_up(base, name) {
         Some(registration) if registration.liveness != Liveness::Dead => return Ok(None),
@@ -238,7 +246,8 @@ fn left_under(base: &BaseDir, name: &Name) -> Result<Option<Vec<PathBuf>>> {
         None => None,
     };
     let left = view::left_by_crashed(&paths, record.as_ref())?;
-    Ok((!left.is_empty()).then_some(left))
+    let is_anothers = left.iter().any(|path| living.contains(path));
+    Ok((!left.is_empty() && !is_anothers).then_some(left))
 }
 
 fn print(

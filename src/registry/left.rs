@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use super::dir::{is_temporary_name, temporary_stem};
-use super::{BaseDir, Name, Paths, Record};
+use super::{BaseDir, Name, Paths, Record, check_pid_file, is_dead_socket};
 use crate::error::{Error, Result};
 
 /// Ends of names in BASE/run, each behind a cache's name.
@@ -49,11 +49,12 @@ pub fn names_in_use(base: &BaseDir) -> Result<Vec<Name>> {
 pub fn left_files(paths: &Paths, record: Option<&Record>) -> Result<Vec<PathBuf>> {
     let socket = record.map_or(paths.socket.as_path(), |record| Path::new(&record.socket));
     let pid_file = record.map_or(paths.pid_file.as_path(), |record| Path::new(&record.pid_file));
-    let mut left: Vec<PathBuf> = [socket, pid_file, &paths.record, &paths.lock]
-        .into_iter()
-        .filter(|path| std::fs::symlink_metadata(path).is_ok())
-        .map(Path::to_owned)
-        .collect();
+    let is_there = |path: &Path| std::fs::symlink_metadata(path).is_ok();
+    let mut left: Vec<PathBuf> = Vec::new();
+    // One that somebody listens on is another cache's, started with --socket.
+    left.extend(is_dead_socket(socket).is_ok_and(|is_dead| is_dead).then(|| socket.to_owned()));
+    left.extend((is_there(pid_file) && check_pid_file(pid_file).is_ok()).then(|| pid_file.to_owned()));
+    left.extend([&paths.record, &paths.lock].into_iter().filter(|path| is_there(path)).cloned());
     if let (Some(run), Some(name)) = (paths.record.parent(), paths.record.file_name()) {
         let files = entries(run)?;
         let half_written = files.iter().filter(|file| is_temporary_name(file.as_bytes(), name, "tmp"));
@@ -99,6 +100,11 @@ mod tests {
         assert_eq!(names, ["a", "b", "c", "d", "e", "f", "g", "h"]);
         let left = |name: &str| left_files(&base.paths(&name.parse().unwrap()), None).unwrap();
         assert_eq!(left("e"), [base.run_dir().join(".e.json.0123456789abcdef.tmp")]);
+        assert_eq!(left("c"), [""; 0].map(PathBuf::from), "no socket, whatever it is");
+        std::fs::remove_file(base.run_dir().join("c.sock")).unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(base.run_dir().join("c.sock")).unwrap();
+        assert_eq!(left("c"), [""; 0].map(PathBuf::from), "somebody listens");
+        drop(listener);
         assert_eq!(left("c"), [base.run_dir().join("c.sock")]);
         assert_eq!(left("f"), [""; 0].map(PathBuf::from));
     }

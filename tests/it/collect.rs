@@ -146,6 +146,10 @@ fn what_dead_daemons_left_is_shown_and_goes() {
     fs::create_dir(views.join(".gone.0123456789abcdef.old")).unwrap();
     fs::create_dir(views.join("foreign")).unwrap();
     fs::write(views.join("foreign/file"), "precious").unwrap();
+    // A living cache whose things are called after nobody.
+    let place = |leaf: &str| sandbox.path("base").join(leaf).to_str().unwrap().to_owned();
+    let (socket, pid_file) = (place("run/far.sock"), place("run/far.pid"));
+    start(&sandbox, "d", &["--socket", &socket, "--pid-file", &pid_file, "--view", &place("views/far")]);
     let before = (entries(&run), entries(&views));
     let left = |more: &[&str]| {
         let answer = gc(&sandbox, &[more, &["--json"]].concat()).expect(0).json();
@@ -170,8 +174,9 @@ fn what_dead_daemons_left_is_shown_and_goes() {
     assert_eq!((entries(&run), entries(&views)), before, "it was only shown");
     assert_eq!(left(&["--apply"]), ["a", "gone", "half"]);
     assert_eq!(left(&["--apply"]), [""; 0]);
-    assert_eq!(names(&sandbox), ["b", "c"]);
-    assert_eq!(entries(&views), ["a", "b", "c", "foreign"]);
+    assert_eq!(names(&sandbox), ["b", "c", "d"]);
+    assert!(run.join("far.pid").exists() && run.join("far.sock").exists());
+    assert_eq!(entries(&views), ["a", "b", "c", "far", "foreign"]);
     assert_eq!(entries(&views.join("a")), [""; 0], "its directory stays, emptied");
     assert_eq!(fs::read_to_string(views.join("foreign/file")).unwrap(), "precious");
     assert!(run.join("foreign.txt").exists());
