@@ -12,7 +12,7 @@ use super::output::{self, Align, Table};
 use super::status::Snapshot;
 use super::stop::{self, Manner};
 use super::target::{self, Target};
-use crate::control::message::{Operation, Reply, State, Status};
+use crate::control::message::{LOOK_MAX, Operation, Reply, State, Status};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::gc::{self, Candidate, Policy, Why};
@@ -194,7 +194,7 @@ fn dispose(cache: &Cache, apply: bool) -> Result<Option<String>> {
         other => return Err(cache.target.unexpected(&other)),
     }
     if apply {
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let deadline = Instant::now() + ANSWER_TIMEOUT + LOOK_MAX;
         return stop::end(&cache.target, client, &Manner::default(), Some(deadline)).map(|_| None);
     }
     match client.request(Operation::Readers {})? {

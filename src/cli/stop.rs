@@ -12,7 +12,7 @@ use super::output;
 use super::target::{self, Standing, Target};
 use crate::control::client::Client;
 use crate::control::frame;
-use crate::control::message::{Operation, Readers, Reply, State, Status};
+use crate::control::message::{LOOK_MAX, Operation, Readers, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{self, Name, lock};
 use crate::sys;
@@ -243,14 +243,14 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// When the answer must be there: what the daemon may wait for leases comes on top.
+/// When the answer must be there: what the daemon may look for readers and wait for uses to end comes on top.
 fn answer_deadline(args: &StopArgs) -> Option<Instant> {
     let wait = match args.wait {
         Some(None) => return None,
         Some(Some(limit)) => limit,
         None => Duration::ZERO,
     };
-    Instant::now().checked_add(args.answer.timeout + wait)
+    Instant::now().checked_add(args.answer.timeout + wait + LOOK_MAX)
 }
 
 fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {

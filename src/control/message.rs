@@ -4,6 +4,8 @@
 //! optional and unknown ones ignored, so that [`PROTOCOL`] rises only when a meaning changes. An
 //! operation that a daemon does not know is answered with an error that names both versions.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
@@ -15,6 +17,9 @@ pub const PROTOCOL: u32 = 1;
 
 /// The oldest protocol that this program understands.
 pub const PROTOCOL_OLDEST: u32 = 1;
+
+/// How long a daemon may look for readers before it answers a `Stop`: what a client allows on top of its patience.
+pub const LOOK_MAX: Duration = Duration::from_secs(10);
 
 /// What a client sends.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

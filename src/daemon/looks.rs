@@ -1,5 +1,5 @@
-//! Looks for readers, each on a thread of its own: with thousands of processes one takes tens of milliseconds,
-//! and a process that hangs in the kernel can hold one up for good. The daemon answers meanwhile.
+//! Looks for readers, each on a thread of its own: with thousands of processes one takes tenths of a second, and
+//! a process that hangs in the kernel can hold one up for good. The daemon answers meanwhile.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};

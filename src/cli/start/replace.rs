@@ -12,13 +12,13 @@ use super::super::stop::{self, Manner};
 use super::super::target::Target;
 use super::wanted::Wanted;
 use crate::control::client::Client;
-use crate::control::message::{State, Status};
+use crate::control::message::{LOOK_MAX, State, Status};
 use crate::daemon::preload;
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry;
 use crate::view::{self, Standing};
 
-/// How long the daemon may take to agree. It looks through all processes for readers before.
+/// How long the daemon may take to agree, beside its look through all processes.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Stops the cache at the other end of `client`, which is neither leased nor read, and waits until it is gone.
@@ -34,7 +34,7 @@ pub(super) fn stop_other(wanted: &Wanted, client: Client, status: &Status) -> Re
     // Where the new view is elsewhere, nobody fills the directory of the old one again.
     let remove_view = status.view != wanted.config.model_dir();
     let manner = Manner { remove_view, ..Manner::default() };
-    stop::end(&target, client, &manner, Some(Instant::now() + ANSWER_TIMEOUT))?;
+    stop::end(&target, client, &manner, Some(Instant::now() + ANSWER_TIMEOUT + LOOK_MAX))?;
     output::note(&format!("stopped '{}', which had other settings", wanted.config.name));
     Ok(())
 }

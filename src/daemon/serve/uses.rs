@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{Phase, Server};
-use crate::control::message::{LeaseInfo, ReaderInfo, Readers, Reply};
+use crate::control::message::{LOOK_MAX, LeaseInfo, ReaderInfo, Readers, Reply};
 use crate::daemon::leases::ConnectionId;
 use crate::daemon::listener::Listener;
 use crate::daemon::looks::{Find, Look, Looker};
@@ -25,8 +25,8 @@ use crate::readers::{Detail, Reader, Seen, Segments};
 /// An error names no more leases or readers than this.
 const NAMED_MAX: usize = 5;
 
-/// How long a look may take before a stop is decided without it: shorter than a client waits for an answer.
-const LOOK_MAX: Duration = Duration::from_secs(3);
+/// How long a stop by force waits for a look that only tells who holds the memory.
+const FORCED_LOOK_MAX: Duration = Duration::from_secs(3);
 
 /// The pause between two looks while a stop waits; it doubles each time, up to the longest.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
@@ -76,7 +76,7 @@ struct PendingStop {
 impl PendingStop {
     /// When it is given up.
     fn deadline(&self) -> Instant {
-        let look = self.asked + LOOK_MAX;
+        let look = self.asked + if self.force { FORCED_LOOK_MAX } else { LOOK_MAX };
         match self.until {
             Some(until) if self.is_judged => until,
             Some(until) => until.max(look),
