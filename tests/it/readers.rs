@@ -228,20 +228,16 @@ fn eviction_waits_for_readers_without_a_lease() {
 fn the_commands_of_this_program_are_no_readers() {
     let sandbox = Sandbox::new();
     sandbox.started(&[]);
-    // It opens every file of the view, over and over.
-    let ended = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !ended.load(std::sync::atomic::Ordering::Relaxed) {
-                sandbox.ask("view", &[]);
-                sandbox.ask("status", &[]);
-            }
-        });
-        let found: Vec<Value> = (0..20).flat_map(|_| readers(&sandbox)).collect();
-        ended.store(true, std::sync::atomic::Ordering::Relaxed);
-        assert_eq!(found, [Value::Null; 0]);
-    });
-    sandbox.ask("stop", &[]).expect(0);
+    let lease = sandbox.run(&["sleep", "600"]);
+    until("a lease", || sandbox.status()["leases"][0]["command"] == "sleep 600");
+    // One that waits, with a file open as every command has it that checks the view.
+    let mut command = sandbox.command(&["stop", sandbox.name(), "--wait"]);
+    command.stdin(File::open(sandbox.view().join(MODEL[1].0)).unwrap());
+    let stop = Job::spawn(command);
+    until("a stop that waits", || stop.waits_on_a_socket());
+    assert_eq!(readers(&sandbox), [Value::Null; 0]);
+    drop(lease);
+    stop.wait().expect(0);
     sandbox.nothing_left();
 }
 
