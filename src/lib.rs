@@ -37,6 +37,8 @@ pub mod source;
 pub mod plan;
 
 pub mod budget;
+pub mod gc;
+pub mod readers;
 
 pub mod engine;
 pub mod load;

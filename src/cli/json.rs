@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::budget::Room;
-use crate::control::message::{State, Status};
+use crate::control::message::{LeaseInfo, ReaderInfo, State, Status};
 use crate::failure::Failure;
 use crate::source::{self, SelectedFile, advice};
 
@@ -47,6 +47,12 @@ pub(super) struct StatusAnswer<'a> {
     pub(super) passthrough: Option<&'a [String]>,
     /// Bytes of the view's files that are swapped out; null where that was not or could not be looked at.
     pub(super) swapped_bytes: Option<u64>,
+    /// Who has it open or mapped; null where that was not looked at.
+    pub(super) readers: Option<&'a [ReaderInfo]>,
+    /// Processes of the daemon's user that cannot be looked into; null as above.
+    pub(super) unseen: Option<&'a [LeaseInfo]>,
+    /// How many of other users cannot be looked into; null as above.
+    pub(super) unseen_of_others: Option<u64>,
 }
 
 /// The answer of `list`.
@@ -78,6 +84,43 @@ pub(super) struct OtherQuota<'a> {
     pub(super) directory: std::borrow::Cow<'a, str>,
     #[serde(flatten)]
     pub(super) quota: Quota,
+}
+
+/// The answer of `gc --resident`.
+#[derive(Debug, Serialize)]
+pub(super) struct CollectAnswer<'a> {
+    pub(super) base: &'a str,
+    /// Whether it was done, or would be.
+    pub(super) applied: bool,
+    pub(super) caches: Vec<Collected<'a>>,
+    pub(super) leftovers: &'a [Leftover],
+    /// Memory of all the caches before.
+    pub(super) allocated_bytes: u64,
+    /// The same of those that stay.
+    pub(super) remaining_bytes: u64,
+}
+
+/// What becomes of one cache.
+#[derive(Debug, Serialize)]
+pub(super) struct Collected<'a> {
+    pub(super) name: &'a str,
+    pub(super) state: &'a str,
+    pub(super) allocated_bytes: u64,
+    pub(super) idle_seconds: f64,
+    /// `stop` or `keep`.
+    pub(super) action: &'a str,
+    /// Why it goes, or why it may not; null where nothing wants it to go.
+    pub(super) reason: Option<&'a str>,
+}
+
+/// What a dead daemon left under one name.
+#[derive(Debug, Serialize)]
+pub(super) struct Leftover {
+    pub(super) name: String,
+    /// The files and directories.
+    pub(super) paths: Vec<String>,
+    /// Why they stay although they were to go.
+    pub(super) error: Option<Failure>,
 }
 
 /// The answer of `inspect`.

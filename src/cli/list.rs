@@ -145,7 +145,7 @@ impl QuotaGroup {
 }
 
 /// Asks every daemon, several at a time. `None` for a cache that went away meanwhile.
-fn ask_all(targets: &[Target]) -> Vec<Option<Snapshot>> {
+pub(super) fn ask_all(targets: &[Target]) -> Vec<Option<Snapshot>> {
     let answers: Vec<Mutex<Option<Snapshot>>> = targets.iter().map(|_| Mutex::new(None)).collect();
     let next = AtomicUsize::new(0);
     let ask = || {

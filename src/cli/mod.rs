@@ -4,6 +4,7 @@
 //! answer alone; everything else goes to stderr.
 
 mod args;
+mod gc;
 mod inspect;
 mod json;
 mod list;
@@ -60,6 +61,7 @@ enum Command {
     Manifest(manifest::ManifestArgs),
     List(list::ListArgs),
     Stop(stop::StopArgs),
+    Gc(gc::GcArgs),
     /// The daemon itself: `start` executes this program again with it
     #[command(name = daemon::spawn::COMMAND, hide = true)]
     Daemon,
@@ -94,6 +96,7 @@ fn dispatch(command: &Command) -> Result<u8> {
         Command::Manifest(args) => manifest::manifest(args).map(done),
         Command::List(args) => list::list(args).map(done),
         Command::Stop(args) => stop::stop(args).map(done),
+        Command::Gc(args) => gc::gc(args).map(done),
         Command::Daemon => daemon::spawn::become_daemon().map(done),
     }
 }

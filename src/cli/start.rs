@@ -3,6 +3,7 @@
 mod follow;
 mod notes;
 mod options;
+mod replace;
 mod running;
 mod wanted;
 
@@ -63,6 +64,11 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
                 }
             }
             Running::Busy => {}
+            Running::Other { client, status, .. } if args.replace => {
+                replace::stop_other(wanted, client, &status)?;
+                continue;
+            }
+            Running::Other { error, .. } => return Err(error),
             Running::Nothing => {
                 if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
                     let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
@@ -153,8 +159,15 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
         Err(Error::new(Kind::InUse, what)
             .hint(format!("stop it first (iloader stop {name}), or choose another --name")))
     };
-    if let Running::Same { status, .. } = running::look(wanted)? {
-        return already(format!("'{name}' runs already, as process {}", status.pid));
+    match running::look(wanted)? {
+        Running::Same { status, .. } => {
+            return already(format!("'{name}' runs already, as process {}", status.pid));
+        }
+        Running::Other { client, status, .. } if args.replace => {
+            replace::stop_other(wanted, client, &status)?
+        }
+        Running::Other { error, .. } => return Err(error),
+        Running::Busy | Running::Nothing => {}
     }
     // Before the lock is taken, whose file would stay where the log can't be had.
     let log = match &args.log_file {

@@ -11,7 +11,7 @@ use super::preflight;
 use super::swapped::Swapped;
 use super::target::{LEFT_FOR_LATER, Standing, Target};
 use crate::control::client::Client;
-use crate::control::message::{Operation, Progress, Reply, State, Status};
+use crate::control::message::{LeaseInfo, Operation, Progress, ReaderInfo, Readers, Reply, State, Status};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::manifest::Manifest;
@@ -24,11 +24,14 @@ const LINES_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
 Compares the source with what was loaded, and checks that every file of the view is still whole and \
-immutable. Sizes carry binary suffixes; with --json they are bytes, and times seconds. Exit codes: 0 ready, \
-1 failed, dead, stopping or unreachable, 3 there is no such cache, 4 loading.
+immutable. --readers has the daemon look through all processes for those that have a file of it open or mapped, \
+and shows what each has mapped, how much of that is resident or became private copies, and its own memory: a \
+loader that copies the model is seen there. Sizes carry binary suffixes; with --json they are bytes, and times \
+seconds. Exit codes: 0 ready, 1 failed, dead, stopping or unreachable, 3 there is no such cache, 4 loading.
 
 Example:
-  iloader status qwen --json | jq .huge_page_bytes";
+  iloader status qwen --json | jq .huge_page_bytes
+  iloader status qwen --readers";
 
 /// Show a cache's state, memory, leases and integrity
 #[derive(Args, Clone, Debug)]
@@ -38,6 +41,9 @@ pub(crate) struct StatusArgs {
     target: TargetArgs,
     #[command(flatten)]
     answer: TimeoutArgs,
+    /// Show every process that has it open or mapped, with a lease or without
+    #[arg(long)]
+    readers: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -48,7 +54,9 @@ pub(crate) fn status(args: &StatusArgs) -> Result<u8> {
     let target = Target::of(&args.target, args.answer.timeout)?;
     let (snapshot, client) = ask(&target)?;
     let findings = match (client, snapshot.status()) {
-        (Some(client), Some(status)) if status.state == State::Ready => examine(&target, client, status),
+        (Some(client), Some(status)) if status.state == State::Ready => {
+            examine(&target, client, status, args.readers)
+        }
         _ => Findings::default(),
     };
     if args.json {
@@ -59,6 +67,9 @@ pub(crate) fn status(args: &StatusArgs) -> Result<u8> {
             view_faults: &findings.view_faults,
             passthrough: findings.passthrough.as_deref(),
             swapped_bytes: findings.swapped_bytes,
+            readers: findings.readers.as_ref().map(|found| found.readers.as_slice()),
+            unseen: findings.readers.as_ref().map(|found| found.unseen.as_slice()),
+            unseen_of_others: findings.readers.as_ref().map(|found| found.unseen_of_others),
         })?;
     } else {
         output::print(&output::fields(&rows(&snapshot, &findings)))?;
@@ -112,6 +123,16 @@ impl Snapshot {
     /// The cache's name; empty where only its socket is known and nobody answers.
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// What it is doing.
+    pub(super) fn state(&self) -> State {
+        self.state
+    }
+
+    /// Why its daemon says nothing.
+    pub(super) fn error(&self) -> Option<&Error> {
+        self.error.as_ref()
     }
 
     /// The state as JSON and people read it.
@@ -206,14 +227,17 @@ struct Findings {
     passthrough: Option<Vec<String>>,
     /// How much of it is swapped out; `None`: not known.
     swapped_bytes: Option<u64>,
+    /// Who reads; `None`: not looked at.
+    readers: Option<Box<Readers>>,
 }
 
-/// Looks at source and view of a ready cache.
-fn examine(target: &Target, mut client: Client, status: &Status) -> Findings {
+/// Looks at source and view of a ready cache, and at its readers where asked for.
+fn examine(target: &Target, mut client: Client, status: &Status, wants_readers: bool) -> Findings {
+    let readers = wants_readers.then(|| readers_of(target, &mut client)).flatten();
     let manifest = match client.request(Operation::Manifest {}) {
         Ok(Reply::Manifest(manifest)) => manifest,
-        Ok(other) => return Findings::unknown(&target.unexpected(&other)),
-        Err(error) => return Findings::unknown(&error),
+        Ok(other) => return Findings::unknown(&target.unexpected(&other), readers),
+        Err(error) => return Findings::unknown(&error, readers),
     };
     let passed = manifest.files.iter().filter(|file| file.passthrough);
     let mut swapped = Swapped::new();
@@ -228,13 +252,25 @@ fn examine(target: &Target, mut client: Client, status: &Status) -> Findings {
         view_faults,
         is_view_checked: true,
         swapped_bytes,
+        readers,
     }
 }
 
+/// Who reads, as the daemon sees it: what its decisions hang on.
+fn readers_of(target: &Target, client: &mut Client) -> Option<Box<Readers>> {
+    let error = match client.request(Operation::Readers {}) {
+        Ok(Reply::Readers(readers)) => return Some(readers),
+        Ok(other) => target.unexpected(&other),
+        Err(error) => error,
+    };
+    output::warn(&format!("the readers are not known: {}", error.message()));
+    None
+}
+
 impl Findings {
-    fn unknown(error: &Error) -> Findings {
+    fn unknown(error: &Error, readers: Option<Box<Readers>>) -> Findings {
         output::warn(&format!("source and view were not compared: {}", error.message()));
-        Findings::default()
+        Findings { readers, ..Findings::default() }
     }
 }
 
@@ -253,7 +289,8 @@ fn rows(snapshot: &Snapshot, findings: &Findings) -> Vec<(&'static str, String)>
         (Some(status), _) => {
             rows.extend(load_rows(status));
             rows.extend(finding_rows(findings));
-            rows.extend(reader_rows(status));
+            rows.extend(lease_rows(status));
+            rows.extend(findings.readers.iter().flat_map(|found| reader_rows(found)));
             rows.extend(memory_rows(status));
             rows.extend(daemon_rows(status));
         }
@@ -323,7 +360,7 @@ fn passthrough_row(paths: &[String]) -> Option<(&'static str, String)> {
     (!named.is_empty()).then_some(("passed through", what))
 }
 
-fn reader_rows(status: &Status) -> Vec<(&'static str, String)> {
+fn lease_rows(status: &Status) -> Vec<(&'static str, String)> {
     let mut rows = vec![("leases", status.leases.len().to_string())];
     rows.extend(status.leases.iter().map(|lease| ("lease", format!("pid {}  {}", lease.pid, lease.command))));
     if status.state == State::Ready && status.leases.is_empty() {
@@ -331,6 +368,37 @@ fn reader_rows(status: &Status) -> Vec<(&'static str, String)> {
         rows.push(("idle", output::seconds(status.idle_seconds) + &ttl.unwrap_or_default()));
     }
     rows
+}
+
+fn reader_rows(found: &Readers) -> Vec<(&'static str, String)> {
+    let mut rows = vec![("readers", found.readers.len().to_string())];
+    rows.extend(found.readers.iter().map(|reader| ("reader", reader_in_words(reader))));
+    let hidden = |process: &LeaseInfo| format!("pid {}  {}", process.pid, process.command);
+    rows.extend(
+        found.unseen.iter().map(|process| ("not seen", hidden(process) + ": it can't be looked into")),
+    );
+    if found.unseen_of_others > 0 {
+        let count = found.unseen_of_others;
+        rows.push((
+            "not seen",
+            format!("{count} processes of other users, of whom only the privileged can read it"),
+        ));
+    }
+    rows
+}
+
+fn reader_in_words(reader: &ReaderInfo) -> String {
+    let ReaderInfo { pid, command, lease, descriptors, mapped_bytes, .. } = reader;
+    let size = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| ByteSize(bytes).to_string());
+    format!(
+        "pid {pid}  {command}: {} lease, {} mapped, {} of it resident, {} private copies, {} of its own, \
+         {descriptors} descriptors",
+        if *lease { "a" } else { "no" },
+        ByteSize(*mapped_bytes),
+        size(reader.resident_bytes),
+        size(reader.private_bytes),
+        size(reader.own_bytes),
+    )
 }
 
 fn memory_rows(status: &Status) -> Vec<(&'static str, String)> {
@@ -414,6 +482,37 @@ mod tests {
             (&1.into(), &"ready".into(), &std::process::id().into())
         );
         assert_eq!((&json["source_changed"], &json["view_faults"]), (&false.into(), &serde_json::json!([])));
+    }
+
+    #[test]
+    fn readers_are_shown_where_asked_for() {
+        let standin = Standin::start(true, |operation, facts| match operation {
+            Operation::Readers {} => {
+                let hidden = LeaseInfo { pid: 8, command: "agent".to_owned() };
+                let readers = vec![testing::reader(9)];
+                vec![Reply::Readers(Box::new(Readers { readers, unseen: vec![hidden], unseen_of_others: 3 }))]
+            }
+            _ => testing::ready(operation, facts),
+        });
+        let text = |more: &[&str]| {
+            let output = standin.iloader(&[&["status", "--base-dir", "BASE", "qwen"], more].concat());
+            testing::text(&output.stdout)
+        };
+        let shown = text(&["--readers"]);
+        for part in [
+            "readers:     1",
+            "reader:      pid 9  engine: no lease, 4.0 KiB mapped, 4.0 KiB of it resident, 0 B private copies, ? of",
+            "not seen:    pid 8  agent: it can't be looked into",
+            "not seen:    3 processes of other users",
+        ] {
+            assert!(shown.lines().any(|line| line.starts_with(part)), "{part} in\n{shown}");
+        }
+        assert!(!text(&[]).contains("reader"), "nobody asked");
+        let json: serde_json::Value = serde_json::from_str(&text(&["--readers", "--json"])).expect("JSON");
+        assert_eq!((&json["readers"][0]["pid"], &json["readers"][0]["own_bytes"]), (&9.into(), &().into()));
+        assert_eq!((&json["unseen"][0]["pid"], &json["unseen_of_others"]), (&8.into(), &3.into()));
+        let json: serde_json::Value = serde_json::from_str(&text(&["--json"])).expect("JSON");
+        assert!(json["readers"].is_null() && json["unseen"].is_null(), "{json}");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::output;
 use super::target::{self, Standing, Target};
 use crate::control::client::Client;
 use crate::control::frame;
-use crate::control::message::{LeaseInfo, Operation, Reply, State, Status};
+use crate::control::message::{LOOK_MAX, Operation, Readers, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{self, Name, lock};
 use crate::sys;
@@ -24,19 +24,21 @@ const END_TIMEOUT: Duration = Duration::from_secs(60);
 /// The pause between two looks at a lock, where the end of a process can't be waited for.
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// Lease holders that are named one by one.
+/// Processes that are named one by one.
 const HOLDERS_SHOWN_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
-The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. The source stays \
-as it is. What a dead daemon left is cleaned up. Returns when the daemons are gone. Exit codes: 0 stopped, \
-3 there is no such cache, 4 the daemon did not answer, 5 readers hold leases.
+A cache is in use while somebody holds a lease, and while a process has a file of it open or mapped, with or \
+without one. The view is withdrawn first; its directory stays, emptied, unless --remove-view is given. The \
+source stays as it is. What a dead daemon left is cleaned up. Returns when the daemons are gone, and says who \
+still holds their memory. Exit codes: 0 stopped, 3 there is no such cache, 4 the daemon did not answer, 5 it is \
+in use.
 
 Example:
   iloader stop qwen --wait=60
   iloader stop --all --remove-view";
 
-/// Stop caches: refused while they are leased, unless --force or --wait is given
+/// Stop caches: refused while they are in use, unless --force or --wait is given
 #[derive(Args, Clone, Debug)]
 #[command(
     after_help = HELP_AFTER,
@@ -63,10 +65,10 @@ pub(crate) struct StopArgs {
     /// Remove the view's directory too [default: it stays, emptied]
     #[arg(long)]
     remove_view: bool,
-    /// Stop although readers hold leases
+    /// Stop although they are in use: readers keep what they have open or mapped
     #[arg(long)]
     force: bool,
-    /// Wait for the leases to end, SECONDS at the most [default: refuse at once; without SECONDS: no limit]
+    /// Wait for leases and readers to end, SECONDS at the most [default: refuse at once; without SECONDS: no limit]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, num_args = 0..=1, require_equals = true, value_parser = args::seconds)]
     wait: Option<Option<Duration>>,
 }
@@ -100,7 +102,7 @@ fn targets(args: &StopArgs) -> Result<Vec<Target>> {
         }
         return Ok(names.iter().map(|name| Target::in_base(base.clone(), name, timeout)).collect());
     }
-    let names = named(args);
+    let names = names(args);
     if names.is_empty() && args.socket.is_none() {
         return Err(Error::new(Kind::Usage, "no cache is named")
             .hint("give NAMEs (iloader list shows them), --all, or the --socket of a daemon"));
@@ -117,7 +119,7 @@ fn targets(args: &StopArgs) -> Result<Vec<Target>> {
 }
 
 /// The caches that are named, each once: a second stop of the same one would find nothing.
-fn named(args: &StopArgs) -> Vec<&Name> {
+fn names(args: &StopArgs) -> Vec<&Name> {
     let mut names: Vec<&Name> = Vec::new();
     for name in args.names.iter().chain(&args.name_options) {
         if !names.contains(&name) {
@@ -142,38 +144,106 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
     }
     let mut client = target.connect()?;
     let status = status_of(target, &mut client)?;
-    // Taken before the daemon is told to end, so that it is this very process that is waited for.
-    let process = sys::peer::pidfd(client.as_fd()).ok();
-    if args.wait.is_some() && !args.force && !status.leases.is_empty() {
-        output::note(&format!("waiting for {}", holders(&status.leases)));
+    if args.wait.is_some() && !args.force {
+        note_uses(&mut client, &status);
     }
-    client.send(Operation::Stop {
+    let manner = Manner {
         force: args.force,
         remove_view: args.remove_view,
-        wait_milliseconds: args.wait.map(|limit| milliseconds(limit.unwrap_or(WAIT_UNLIMITED))),
+        wait: args.wait.map(|limit| limit.unwrap_or(WAIT_UNLIMITED)),
+    };
+    let holders = end(target, client, &manner, answer_deadline(args))?;
+    Ok(stopped(target, &status, holders.as_deref(), args.force))
+}
+
+/// In which manner a cache is stopped.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Manner {
+    pub(super) force: bool,
+    pub(super) remove_view: bool,
+    /// How long to wait for uses to end; `None`: refuse at once.
+    pub(super) wait: Option<Duration>,
+}
+
+/// Has the daemon stop, and waits until it is gone. Gives who still holds its memory, where it says so.
+///
+/// # Errors
+///
+/// [`Kind::InUse`] where it is leased or read; [`Kind::TimedOut`] where it does not answer until `deadline`.
+pub(super) fn end(
+    target: &Target,
+    mut client: Client,
+    manner: &Manner,
+    deadline: Option<Instant>,
+) -> Result<Option<Box<Readers>>> {
+    // Taken before the daemon is told to end, so that it is this very process that is waited for.
+    let process = sys::peer::pidfd(client.as_fd()).ok();
+    client.send(Operation::Stop {
+        force: manner.force,
+        remove_view: manner.remove_view,
+        wait_milliseconds: manner.wait.map(milliseconds),
     })?;
-    match client.next(answer_deadline(args)) {
-        Ok(Reply::Stopping { notes }) => notes.iter().for_each(|note| output::note(note)),
+    let still_held = match client.next(deadline) {
+        Ok(Reply::Stopping { notes, holders }) => {
+            notes.iter().for_each(|note| output::note(note));
+            holders
+        }
         Ok(Reply::Error(error)) => return Err(error.into()),
         Ok(other) => return Err(target.unexpected(&other)),
         // It ended before it answered: somebody else's stop, or a crash. Either way it is going.
-        Err(error) if error.kind() == Kind::NotFound => {}
+        Err(error) if error.kind() == Kind::NotFound => None,
         Err(error) => return Err(error),
-    }
+    };
     wait_for_end(target, &mut client, process)?;
-    Ok(stopped(target, &status, args.force))
+    Ok(still_held)
 }
 
-/// What to say of a cache that is gone. How much memory came free is not known: whoever maps a segment keeps it.
-fn stopped(target: &Target, status: &Status, force: bool) -> String {
+/// Says what is waited for.
+fn note_uses(client: &mut Client, status: &Status) {
+    if !status.leases.is_empty() {
+        let leases = status.leases.iter().map(|lease| (lease.pid, lease.command.as_str()));
+        return output::note(&format!("waiting for {}", named(leases)));
+    }
+    // A daemon that does not know the question can't wait for readers either.
+    if let Ok(Reply::Readers(readers)) = client.request(Operation::Readers {})
+        && !readers.readers.is_empty()
+    {
+        let readers = readers.readers.iter().map(|reader| (reader.pid, reader.command.as_str()));
+        output::note(&format!("waiting for {}, without a lease", named(readers)));
+    }
+}
+
+/// What to say of a cache that is gone. How much memory came free is not known: whoever has a segment open or
+/// mapped keeps it.
+fn stopped(target: &Target, status: &Status, holders: Option<&Readers>, force: bool) -> String {
     let label = target.label();
     if status.state != State::Ready {
         return format!("stopped {label}");
     }
     let size = ByteSize(status.allocated_bytes);
-    // Without --force the leases have ended before it.
-    match (status.leases.as_slice(), force) {
-        ([_, ..], true) => {
+    match holders {
+        Some(Readers { readers, .. }) if !readers.is_empty() => {
+            let readers = readers.iter().map(|reader| (reader.pid, reader.command.as_str()));
+            format!(
+                "stopped {label} ({size}); its memory stays with whoever has it open or mapped, until they let \
+                 go: {}",
+                named(readers)
+            )
+        }
+        Some(Readers { unseen, .. }) if !unseen.is_empty() => {
+            // What they are is enough here: every stop may have to name the same ones.
+            let program = |command: &'_ str| command.split(' ').next().unwrap_or_default().to_owned();
+            let unseen: Vec<_> =
+                unseen.iter().map(|process| (process.pid, program(&process.command))).collect();
+            let unseen = unseen.iter().map(|(pid, program)| (*pid, program.as_str()));
+            format!(
+                "stopped {label} ({size}); its memory is free, unless one of these processes has it open, which \
+                 cannot be looked into: {}",
+                named(unseen)
+            )
+        }
+        // Without --force the leases have ended before it.
+        None if force && !status.leases.is_empty() => {
             format!("stopped {label} ({size}); readers that still map it keep its memory until they end")
         }
         _ => format!("stopped {label} ({size})"),
@@ -184,14 +254,14 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// When the answer must be there: what the daemon may wait for leases comes on top.
+/// When the answer must be there: what the daemon may look for readers and wait for uses to end comes on top.
 fn answer_deadline(args: &StopArgs) -> Option<Instant> {
     let wait = match args.wait {
         Some(None) => return None,
         Some(Some(limit)) => limit,
         None => Duration::ZERO,
     };
-    Instant::now().checked_add(args.answer.timeout + wait)
+    Instant::now().checked_add(args.answer.timeout + wait + LOOK_MAX)
 }
 
 fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
@@ -201,14 +271,13 @@ fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
     }
 }
 
-fn holders(leases: &[LeaseInfo]) -> String {
-    let mut shown: Vec<String> = leases
-        .iter()
-        .take(HOLDERS_SHOWN_MAX)
-        .map(|lease| format!("pid {} ({})", lease.pid, lease.command))
-        .collect();
-    if leases.len() > HOLDERS_SHOWN_MAX {
-        shown.push(format!("{} more", leases.len() - HOLDERS_SHOWN_MAX));
+/// Processes by number and command, as many as fit a line.
+pub(super) fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
+    let count = processes.len();
+    let mut shown: Vec<String> =
+        processes.take(HOLDERS_SHOWN_MAX).map(|(pid, command)| format!("pid {pid} ({command})")).collect();
+    if count > HOLDERS_SHOWN_MAX {
+        shown.push(format!("{} more", count - HOLDERS_SHOWN_MAX));
     }
     shown.join(", ")
 }
@@ -267,6 +336,7 @@ fn is_another(target: &Target) -> bool {
 mod tests {
     use super::super::testing::{self, Standin};
     use super::*;
+    use crate::control::message::LeaseInfo;
     use crate::failure::Failure;
     use crate::registry::Record;
     use clap::Parser;
@@ -304,18 +374,17 @@ mod tests {
     #[test]
     fn a_name_that_is_given_twice_is_stopped_once() {
         let args = parse("stop one two one --name two --name three").expect("parses");
-        let names: Vec<String> = named(&args).into_iter().map(ToString::to_string).collect();
+        let names: Vec<String> = names(&args).into_iter().map(ToString::to_string).collect();
         assert_eq!(names, ["one", "two", "three"]);
         let one = parse("stop --socket /s one --name one").expect("parses");
-        assert_eq!(named(&one).len(), 1, "one cache behind one socket");
+        assert_eq!(names(&one).len(), 1, "one cache behind one socket");
     }
 
     #[test]
     fn holders_are_named_up_to_a_limit() {
-        let lease = |pid| LeaseInfo { pid, command: format!("engine {pid}") };
-        assert_eq!(holders(&[lease(7)]), "pid 7 (engine 7)");
-        let many: Vec<LeaseInfo> = (1..=8).map(lease).collect();
-        assert!(holders(&many).ends_with("pid 5 (engine 5), 3 more"));
+        assert_eq!(named([(7, "engine")].into_iter()), "pid 7 (engine)");
+        let many: Vec<(i32, &str)> = (1..=8).map(|pid| (pid, "engine")).collect();
+        assert!(named(many.into_iter()).ends_with("pid 5 (engine), 3 more"));
     }
 
     #[test]
@@ -375,13 +444,22 @@ mod tests {
         let target =
             Target::resolve(None, Some(&facts.directory.join("s")), &BaseArgs::default(), END_TIMEOUT)
                 .expect("a socket is enough");
-        let said = |state, force| stopped(&target, &testing::status(&facts, state), force);
+        let said = |state, force| stopped(&target, &testing::status(&facts, state), None, force);
         assert!(
             said(State::Ready, true)
                 .ends_with("(4.0 KiB); readers that still map it keep its memory until they end")
         );
         assert!(said(State::Ready, false).ends_with(" (4.0 KiB)"));
         assert!(!said(State::Loading, true).contains("KiB"));
+        let process = |pid| LeaseInfo { pid, command: "engine".to_owned() };
+        let mut holders = Readers { unseen: vec![process(8)], unseen_of_others: 3, ..Readers::default() };
+        let said = |holders: &Readers| {
+            stopped(&target, &testing::status(&facts, State::Ready), Some(holders), false)
+        };
+        assert!(said(&holders).ends_with("cannot be looked into: pid 8 (engine)"), "{}", said(&holders));
+        holders.readers.push(testing::reader(9));
+        assert!(said(&holders).ends_with("until they let go: pid 9 (engine)"), "{}", said(&holders));
+        assert!(said(&Readers::default()).ends_with(" (4.0 KiB)"));
     }
 
     #[test]

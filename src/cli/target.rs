@@ -319,6 +319,7 @@ impl Target {
             Reply::Progress(_) => "progress",
             Reply::Ready { .. } => "readiness",
             Reply::Leased(_) => "a lease",
+            Reply::Readers(_) => "its readers",
             Reply::Stopping { .. } => "its own end",
             Reply::Error(error) => return Error::from(error.clone()),
         };
@@ -326,7 +327,7 @@ impl Target {
             .hint("use the program version that started the cache")
     }
 
-    /// Removes what a dead daemon, or a failed load, left. The view's directory stays, empty, unless
+    /// Removes what a dead daemon, or a failed load, left, whether or not it is registered. The view's directory stays, empty, unless
     /// `remove_view`. Gives a line for each thing removed or left alone.
     ///
     /// # Errors
@@ -334,8 +335,8 @@ impl Target {
     /// [`Kind::InUse`] where somebody else is just starting or cleaning up, or the daemon's process is not
     /// gone yet; others where its view can't be removed. The registration then stays for the next command.
     pub(crate) fn clean_up(&self, remove_view: bool) -> Result<Vec<String>> {
-        let Some(registration) = self.registration() else { return Ok(Vec::new()) };
-        let paths = &registration.paths;
+        let (Some(registered), Some(name)) = (&self.registered, &self.name) else { return Ok(Vec::new()) };
+        let paths = registered.base.paths(name);
         let busy = || {
             Error::new(Kind::InUse, format!("another command is at work on {}", self.label()))
                 .hint("try again")
@@ -343,7 +344,7 @@ impl Target {
         let lock = Lock::try_exclusive(&paths.lock)?.ok_or_else(busy)?;
         // What was read before the lock was taken may be another daemon's by now.
         let record = Record::read(&paths.record).ok().flatten();
-        let cleaned_up = view::clean_up_crashed(paths, record.as_ref(), &lock, !remove_view);
+        let cleaned_up = view::clean_up_crashed(&paths, record.as_ref(), &lock, !remove_view);
         lock.remove_and_release()?;
         cleaned_up.view_stays.map_or(Ok(cleaned_up.lines), Err)
     }

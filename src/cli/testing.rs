@@ -16,7 +16,7 @@ use rustix::fs::{MemfdFlags, Mode};
 
 use crate::control::frame::{self, Decoder, REPLY_BYTES_MAX, REQUEST_BYTES_MAX};
 use crate::control::message::{
-    Leased, Link, Operation, PROTOCOL, Progress, ReadCounts, Reply, Request, State, Status,
+    Leased, Link, Operation, PROTOCOL, Progress, ReadCounts, ReaderInfo, Reply, Request, State, Status,
 };
 use crate::manifest::{self, FileEntry, Manifest, SelectionRules};
 use crate::registry::{BaseDir, Host, Lock, Record, record};
@@ -221,8 +221,23 @@ pub(super) fn ready(operation: &Operation, facts: &Facts) -> Vec<Reply> {
         Operation::Manifest {} => Reply::Manifest(Box::new(facts.manifest())),
         Operation::Wait { .. } => Reply::Ready { view: facts.text("view") },
         Operation::Lease {} => Reply::Leased(Box::new(facts.leased())),
-        Operation::Stop { .. } | Operation::Cancel {} => Reply::Stopping { notes: Vec::new() },
+        Operation::Readers {} => Reply::Readers(Box::default()),
+        Operation::Stop { .. } | Operation::Cancel {} => Reply::Stopping { notes: Vec::new(), holders: None },
     }]
+}
+
+/// A process that reads.
+pub(super) fn reader(pid: i32) -> ReaderInfo {
+    ReaderInfo {
+        pid,
+        command: "engine".to_owned(),
+        lease: false,
+        descriptors: 1,
+        mapped_bytes: 4096,
+        resident_bytes: Some(4096),
+        private_bytes: Some(0),
+        own_bytes: None,
+    }
 }
 
 /// A status in `state`.

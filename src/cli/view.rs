@@ -13,8 +13,8 @@ use crate::control::message::{Operation, Reply};
 use crate::error::Result;
 
 const HELP_AFTER: &str = "\
-Prints nothing and fails until the cache is ready. Reading the view directly takes no lease: keep the cache \
-running meanwhile, or use 'iloader run'.
+Prints nothing and fails until the cache is ready. Reading the view directly takes no lease: the cache \
+is kept while a file of it is open or mapped, and not in between. 'iloader run' keeps it all the time.
 
 Example:
   VIEW=$(iloader view qwen) && vllm serve \"$VIEW\"";

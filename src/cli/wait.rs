@@ -147,7 +147,7 @@ mod tests {
             let stderr = testing::text(&output.stderr);
             assert!(stderr.contains("it went wrong\n hint: mend it\n"), "{stderr}");
         }
-        let standin = Standin::start(true, |_, _| vec![Reply::Stopping { notes: Vec::new() }]);
+        let standin = Standin::start(true, |_, _| vec![Reply::Stopping { notes: Vec::new(), holders: None }]);
         assert_eq!(standin.iloader(&["wait", "--base-dir", "BASE", "qwen"]).status.code(), Some(3));
         let standin = Standin::start(true, |_, _| vec![Reply::Progress(Progress::default())]);
         let code = |arguments: &[&str]| standin.iloader(arguments).status.code();

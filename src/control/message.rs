@@ -4,6 +4,8 @@
 //! optional and unknown ones ignored, so that [`PROTOCOL`] rises only when a meaning changes. An
 //! operation that a daemon does not know is answered with an error that names both versions.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
@@ -15,6 +17,9 @@ pub const PROTOCOL: u32 = 1;
 
 /// The oldest protocol that this program understands.
 pub const PROTOCOL_OLDEST: u32 = 1;
+
+/// How long a daemon may look for readers before it answers a `Stop`: what a client allows on top of its patience.
+pub const LOOK_MAX: Duration = Duration::from_secs(10);
 
 /// What a client sends.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -101,15 +106,17 @@ pub enum Operation {
     /// [`Reply::Leased`]: a lease for the process at the other end. It lives while the connection or
     /// that process does. An error until ready.
     Lease {},
+    /// [`Reply::Readers`]: who has the cache's memory open or mapped. An error until ready.
+    Readers {},
     /// [`Reply::Stopping`], after which the daemon withdraws the view and ends: the connection then closes.
     Stop {
-        /// Stop although leases are live.
+        /// Stop although leases or readers are live.
         #[serde(default)]
         force: bool,
         /// Remove the view's directory too, instead of leaving it empty.
         #[serde(default)]
         remove_view: bool,
-        /// Wait for leases to end, so many milliseconds at the most; `None`: refuse at once.
+        /// Wait for leases and readers to end, so many milliseconds at the most; `None`: refuse at once.
         #[serde(default)]
         wait_milliseconds: Option<u64>,
     },
@@ -132,11 +139,16 @@ pub enum Reply {
     },
     /// To `Lease`.
     Leased(Box<Leased>),
+    /// To `Readers`.
+    Readers(Box<Readers>),
     /// To `Stop` and `Cancel`, and to `Wait` where the cache is stopped before it is ready.
     Stopping {
         /// What the user should know of the withdrawn view, such as files in it that are not ours.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         notes: Vec<String>,
+        /// To `Stop`: who still holds the memory of a cache that was ready; `None` where that was not seen.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        holders: Option<Box<Readers>>,
     },
     /// Any operation can fail.
     Error(Failure),
@@ -256,13 +268,50 @@ pub struct ReadCounts {
     pub buffered_bytes: u64,
 }
 
-/// One live lease.
+/// One live lease, or another process that matters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseInfo {
-    /// The process that took it.
+    /// The process.
     pub pid: i32,
     /// Its command, as far as it can be read.
     pub command: String,
+}
+
+/// Who has a cache's memory open or mapped, as far as its daemon sees.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Readers {
+    /// Who reads, by number; never the daemon itself.
+    pub readers: Vec<ReaderInfo>,
+    /// Processes of the daemon's user that may not be looked into: each could be a reader.
+    #[serde(default)]
+    pub unseen: Vec<LeaseInfo>,
+    /// How many processes of other users may not be looked into.
+    #[serde(default)]
+    pub unseen_of_others: u64,
+}
+
+/// One process that has a cache's memory open or mapped. Field names are API, as those of [`Status`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReaderInfo {
+    /// The process.
+    pub pid: i32,
+    /// Its command, as far as it can be read.
+    pub command: String,
+    /// Whether it holds a lease.
+    pub lease: bool,
+    /// Descriptors that lead to the cache's memory.
+    pub descriptors: u64,
+    /// Bytes of its address space on the cache's memory, in whole pages.
+    pub mapped_bytes: u64,
+    /// Bytes of that in its page tables; `None` where not looked at, or not to be seen.
+    #[serde(default)]
+    pub resident_bytes: Option<u64>,
+    /// Bytes of that which it has private copies of, because it wrote to them.
+    #[serde(default)]
+    pub private_bytes: Option<u64>,
+    /// Memory of its own altogether, those copies included.
+    #[serde(default)]
+    pub own_bytes: Option<u64>,
 }
 
 /// What a reader gets with its lease: the view, and what each link of it must lead to.

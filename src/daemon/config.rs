@@ -55,7 +55,7 @@ pub struct Config {
     pub tuning: Tuning,
     /// What the load may take.
     pub limits: Limits,
-    /// Evict after this long without a lease; who opens the view directly has none.
+    /// Evict after this long without a lease or another reader.
     pub idle_ttl_seconds: Option<f64>,
     /// The load goes on although nobody waits for it: `--no-wait`, or a daemon in the foreground.
     pub loads_unattended: bool,

@@ -13,6 +13,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::control::message::LeaseInfo;
+use crate::readers::command_of;
 use crate::sys::peer::{self, Peer};
 
 /// Which connection a lease came on. Never used twice in the life of a daemon.
@@ -23,9 +24,6 @@ pub const LEASES_MAX: usize = 1024;
 
 /// Descriptors of the daemon that a lease takes: its connection, and its process.
 pub const DESCRIPTORS_PER_LEASE: usize = 2;
-
-/// A command line is shown up to this many bytes.
-const COMMAND_BYTES_MAX: usize = 200;
 
 /// The process behind a connection, kept so that its number can't come to mean another one.
 #[derive(Debug)]
@@ -125,6 +123,11 @@ impl Leases {
         self.live.remove(&connection).map(|lease| lease.process.pid)
     }
 
+    /// Whether a live lease is one of process `pid`.
+    pub fn is_held_by(&self, pid: i32) -> bool {
+        self.live.values().any(|lease| lease.process.pid == pid && lease.process.descriptor.is_some())
+    }
+
     /// Live leases.
     pub fn count(&self) -> usize {
         self.live.len()
@@ -147,24 +150,6 @@ impl Leases {
             })
             .collect()
     }
-}
-
-/// The command line of a process, its parts separated by blanks; empty where it can't be read.
-fn command_of(pid: i32) -> String {
-    let Ok(mut line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { return String::new() };
-    while line.last() == Some(&0) {
-        line.pop();
-    }
-    let is_cut = line.len() > COMMAND_BYTES_MAX;
-    line.truncate(COMMAND_BYTES_MAX);
-    for byte in line.iter_mut().filter(|byte| **byte == 0) {
-        *byte = b' ';
-    }
-    let mut text = String::from_utf8_lossy(&line).into_owned();
-    if is_cut {
-        text.push('…');
-    }
-    text
 }
 
 #[cfg(test)]
@@ -208,12 +193,5 @@ mod tests {
         let error = open_by_number(ours, Duration::ZERO).expect_err("another process of the same number");
         assert_eq!(error.raw_os_error(), Some(libc::ESRCH));
         assert!(open_by_number(0, since_boot()).is_err());
-    }
-
-    #[test]
-    fn commands_are_read_from_the_process() {
-        let command = command_of(std::process::id() as i32);
-        assert!(command.contains("iloader"), "{command}");
-        assert_eq!(command_of(-1), "");
     }
 }

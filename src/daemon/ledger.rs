@@ -52,6 +52,22 @@ impl Ledger {
         Ok((Share { terms, claim }, group.take_notes()))
     }
 
+    /// Whether [`Ledger::reserve`] would take this share once the shares of the cache `name` are given back. Changes
+    /// nothing.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn rehearse(&self, name: &str, bytes: u64, proposes: Option<u64>) -> Result<()> {
+        if self.claims.are_absent() {
+            return quota::admit(Ask { need_bytes: bytes, proposes }, None, &[]);
+        }
+        let mut group = self.claims.lock()?;
+        let others: Vec<Holder> =
+            group.peek()?.into_iter().map(holder).filter(|holder| holder.name != name).collect();
+        quota::admit(Ask { need_bytes: bytes, proposes }, self.quota(&group)?, &others)
+    }
+
     /// Sets the quota to `bytes`, 0 for none, for who starts nothing.
     ///
     /// # Errors

@@ -62,6 +62,10 @@ pub enum Event {
         /// The connection whose lease it held.
         lease: ConnectionId,
     },
+    /// A process given to [`Listener::watch_reader`] ended.
+    ReaderEnded,
+    /// A descriptor given to [`Listener::watch_look`] is readable.
+    Look,
     /// A signal arrived.
     Signal(i32),
     /// The descriptor given to [`Listener::watch_load`] is readable.
@@ -78,6 +82,8 @@ enum Watched {
     Load,
     Connection(ConnectionId),
     Process(ConnectionId),
+    Look,
+    Reader,
 }
 
 impl Watched {
@@ -89,6 +95,8 @@ impl Watched {
             Watched::Load => 2,
             Watched::Connection(id) => id << 3 | 3,
             Watched::Process(id) => id << 3 | 4,
+            Watched::Look => 5,
+            Watched::Reader => 6,
         })
     }
 
@@ -99,6 +107,8 @@ impl Watched {
             2 => Watched::Load,
             3 => Watched::Connection(data >> 3),
             4 => Watched::Process(data >> 3),
+            5 => Watched::Look,
+            6 => Watched::Reader,
             _ => unreachable!("only data() makes these"),
         }
     }
@@ -154,6 +164,19 @@ impl Listener {
     pub fn watch_load(&self, descriptor: &impl AsFd) -> Result<()> {
         epoll::add(&self.epoll, descriptor, Watched::Load.data(), epoll::EventFlags::IN)
             .map_err(|errno| Error::os("watch the load", &errno.into()))
+    }
+
+    /// Makes [`Event::Look`] of a readable `descriptor`, which stays open as long as this.
+    pub fn watch_look(&self, descriptor: &impl AsFd) -> Result<()> {
+        epoll::add(&self.epoll, descriptor, Watched::Look.data(), epoll::EventFlags::IN)
+            .map_err(|errno| Error::os("watch for what a look finds", &errno.into()))
+    }
+
+    /// Makes [`Event::ReaderEnded`] of the end of the process behind a pidfd, again and again until that is
+    /// closed.
+    pub fn watch_reader(&self, process: &OwnedFd) -> Result<()> {
+        epoll::add(&self.epoll, process, Watched::Reader.data(), epoll::EventFlags::IN)
+            .map_err(|errno| Error::os("watch a reader", &errno.into()))
     }
 
     /// Makes one [`Event::ProcessEnded`] of the end of `process`, until its descriptor is closed.
@@ -263,6 +286,8 @@ impl Listener {
                 Watched::Load => self.found.push_back(Event::Load),
                 Watched::Connection(id) => self.handle_ready(id, event.flags),
                 Watched::Process(id) => self.found.push_back(Event::ProcessEnded { lease: id }),
+                Watched::Look => self.found.push_back(Event::Look),
+                Watched::Reader => self.found.push_back(Event::ReaderEnded),
             }
         }
         Ok(())

@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::control::message::{Progress, ReadCounts};
 use crate::daemon::config::Config;
 use crate::daemon::ledger::Share;
+use crate::daemon::looks::Find;
 use crate::error::{Error, Kind, Result};
 use crate::manifest::Manifest;
 use crate::source::DirectoryLink;
@@ -111,6 +112,8 @@ pub struct Work {
     pub load: Loader,
     /// What follows it.
     pub publish: Publisher,
+    /// How it finds who reads.
+    pub find: Find,
 }
 
 impl fmt::Debug for Work {

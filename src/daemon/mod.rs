@@ -1,5 +1,6 @@
 //! Who KEEPS a cache alive: the detached process, its control socket, its leases.
 
+pub mod admission;
 mod background;
 pub mod config;
 mod connection;
@@ -8,6 +9,7 @@ pub mod ledger;
 pub mod listener;
 pub mod load;
 pub mod log;
+pub mod looks;
 pub mod preload;
 pub mod promise;
 pub mod registered;

@@ -1,19 +1,20 @@
 //! The load itself, put together: select → lay_out → admit → load → publish.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use rustix::process::{Resource, getrlimit};
 
 use crate::budget::{self, limits};
 use crate::control::message::{Progress, ReadCounts};
+use crate::daemon::admission;
 use crate::daemon::background::StandingBack;
 use crate::daemon::config::{Config, Tuning};
-use crate::daemon::ledger::{Ledger, Share};
+use crate::daemon::ledger::Share;
 use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
 use crate::daemon::log::Log;
-use crate::daemon::promise::{self, Promise};
+use crate::daemon::promise::Promise;
 use crate::daemon::watch::MemoryWatch;
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
@@ -21,7 +22,8 @@ use crate::load::{self, Options, Placement, READ_BYTES_DEFAULT, Watch, placement
 use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
-use crate::registry::{BaseDir, Seat};
+use crate::readers;
+use crate::registry::Seat;
 use crate::source::{self, Direct, Selection};
 use crate::units::HUGE_PAGE_BYTES;
 use crate::view::{View, ViewLink};
@@ -42,13 +44,17 @@ const DESCRIPTORS_SERVING: u64 = 256;
 /// What each file under way has open: the source, perhaps twice, and the memory file, perhaps twice.
 const DESCRIPTORS_OF_FILE: u64 = 4;
 
-/// What a daemon for `config` does: loads into memory, and publishes a view of links to its descriptors. What a
-/// load was admitted against goes to `log`.
+/// What a daemon for `config` does: loads into memory, publishes a view of links to its descriptors, and looks for
+/// readers in `/proc`. What a load was admitted against goes to `log`.
 pub fn work(config: &Config, log: &Log) -> Work {
     let (config, log) = (config.clone(), log.clone());
     // Taken now, before there is a client or a memory file: nothing of either gets a lower number.
     let seat = Seat::lowest();
-    Work { load: Box::new(move |control| load(&config, seat, &log, control)), publish: Box::new(publish) }
+    Work {
+        load: Box::new(move |control| load(&config, seat, &log, control)),
+        publish: Box::new(publish),
+        find: Arc::new(readers::find),
+    }
 }
 
 /// Loads what `config` asks for. On failure nothing is left.
@@ -68,8 +74,8 @@ fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -
     let settings = settings(config, &plan).map_err(refused)?;
     let mut room = budget::Limits::find();
     // Both are given back after the memory: a value that was made later is dropped earlier.
-    let (grant, promise) = admit(config, &plan, &settings, &mut room, log).map_err(refused)?;
-    let mut share = take_share(config, &plan, log).map_err(refused)?;
+    let (grant, promise) = admission::admit(config, &plan, &settings, &mut room, log).map_err(refused)?;
+    let mut share = admission::take_share(config, &plan, log).map_err(refused)?;
     seat.into_iter().for_each(|seat| share.take_seat(seat));
     let memory = MemoryWatch::new(&config.name, plan.allocated_bytes(), room, control, log);
     let watch = Reporter::new(control, &memory, &plan, started, promise);
@@ -78,7 +84,7 @@ fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -
     Ok(loaded(config, &selection, &settings, resident, share))
 }
 
-fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
+pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
     let tuning = &config.tuning;
     let options = Options {
         workers: tuning.workers as usize,
@@ -103,7 +109,7 @@ fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
 
 /// What a worker takes at a time. Under a limit not more than it reads in about half a second: progress goes by
 /// whole chunks.
-fn chunk_bytes(tuning: &Tuning) -> u64 {
+pub(super) fn chunk_bytes(tuning: &Tuning) -> u64 {
     let most = tuning.bytes_per_second.map_or(u64::MAX, |rate| (rate / 2).max(HUGE_PAGE_BYTES));
     tuning.chunk_bytes.min(most)
 }
@@ -136,45 +142,6 @@ fn random() -> u64 {
         Ok(8) => u64::from_ne_bytes(bytes),
         _ => u64::from(std::process::id()).wrapping_mul(0x9e37_79b9_7f4a_7c15),
     }
-}
-
-/// Asks for the memory, one start at a time.
-fn admit(
-    config: &Config,
-    plan: &Plan,
-    settings: &Settings,
-    room: &mut budget::Limits,
-    log: &Log,
-) -> Result<(budget::Grant, Promise)> {
-    let workers = settings.options.workers;
-    limits::check_file_size(plan.bytes_of_longest())?;
-    // A worker maps the file that it is finishing and the one that it goes on to.
-    let filled = plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes());
-    let locked = if settings.lock_memory { plan.allocated_bytes() } else { 0 };
-    limits::check_address_space(filled.saturating_add(locked))?;
-    if settings.lock_memory {
-        let segments = plan.targets.iter().filter(|target| target.bytes > 0).count() as u64;
-        limits::check_locked_memory(plan.allocated_bytes(), segments)?;
-    }
-    let request = budget::Request {
-        need_bytes: memory::need_bytes(plan, &settings.engine, workers),
-        memory_fraction: config.limits.memory_fraction,
-        reserve_bytes: config.limits.reserve_bytes,
-        memory_bytes_max: config.limits.memory_bytes_max,
-        force: config.limits.force,
-    };
-    let run_dir = BaseDir::prepared(config.base.clone().into()).run_dir();
-    promise::admit(&request, room, &config.name, &run_dir, log)
-}
-
-/// Takes the cache's share of the quota, before anything is allocated: the segments in whole pages, without the
-/// buffers.
-fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Share> {
-    let proposes = config.limits.resident_bytes_max;
-    let (share, notes) =
-        Ledger::of_socket(&config.socket).reserve(&config.name, plan.allocated_bytes(), proposes)?;
-    notes.iter().for_each(|note| log.line(format_args!("quota: {note}")));
-    Ok(share)
 }
 
 /// Adds up what the workers report.

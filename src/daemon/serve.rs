@@ -11,7 +11,10 @@
 //! back, the files are removed, the lock is let go of, and only then do the connections close. So whoever
 //! waits for the connection's end finds nothing left.
 
+mod uses;
+
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
@@ -30,8 +33,11 @@ use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
+use crate::readers::{Seen, Segments};
 use crate::sys::process::trim_heap;
 use crate::units::ByteSize;
+
+use uses::Uses;
 
 /// The least time between two [`Reply::Progress`] to one waiter.
 const PROGRESS_EVERY: Duration = Duration::from_millis(200);
@@ -45,9 +51,6 @@ const FINISH_MAX: Duration = Duration::from_secs(2);
 
 /// A service manager is told so often that a long load is alive, and believes it three times as long.
 const NOTIFY_EVERY: Duration = Duration::from_secs(10);
-
-/// An error names no more leases than this.
-const LEASES_NAMED_MAX: usize = 5;
 
 /// Descriptors that a ready daemon needs beside those of its segments and clients, with room to spare.
 const DESCRIPTORS_REST: usize = 64;
@@ -71,9 +74,12 @@ pub struct Start {
 /// load failed.
 pub fn serve(start: Start) -> Result<()> {
     let Start { config, mut listener, registered, log, work } = start;
-    let Work { load, publish } = work;
-    let load = match Load::start(load).and_then(|load| listener.watch_load(&load).map(|()| load)) {
-        Ok(load) => load,
+    let Work { load, publish, find } = work;
+    let begun = Uses::new(&listener, &find)
+        .and_then(|uses| Ok((Load::start(load)?, uses)))
+        .and_then(|(load, uses)| listener.watch_load(&load).map(|()| (load, uses)));
+    let (load, uses) = match begun {
+        Ok(begun) => begun,
         Err(error) => {
             registered.keep_failure(&error, &mut listener, &log);
             return Err(error);
@@ -98,7 +104,7 @@ pub fn serve(start: Start) -> Result<()> {
         phase: Phase::Loading,
         leases: Leases::default(),
         waiters: BTreeMap::new(),
-        stops: Vec::new(),
+        uses,
         progress_sent: None,
         progress_waits: false,
         idle_since: Instant::now(),
@@ -122,12 +128,12 @@ struct Server {
     leases: Leases,
     /// Who waits for readiness, and whether they want to hear how far it is.
     waiters: BTreeMap<ConnectionId, bool>,
-    /// Who waits for the leases to end, to stop the cache.
-    stops: Vec<PendingStop>,
+    /// Who reads without a lease, and who waits for the end of that.
+    uses: Uses,
     progress_sent: Option<Instant>,
     /// Progress was reported and not sent yet, because the last one went out a moment ago.
     progress_waits: bool,
-    /// When the last lease ended, or the view was published.
+    /// When the last lease ended, or the view was published, or somebody was last seen to read without a lease.
     idle_since: Instant,
     /// When the service manager is to be told that the load goes on, where there is one.
     notify_due: Option<Instant>,
@@ -153,6 +159,8 @@ struct Resident {
     loaded: Box<Loaded>,
     withdraw: Withdraw,
     progress: Progress,
+    /// What readers are known by.
+    segments: Arc<Segments>,
 }
 
 enum Ending {
@@ -162,12 +170,6 @@ enum Ending {
         /// Somebody was told why, so that nothing needs to be kept for who asks later.
         was_told: bool,
     },
-}
-
-struct PendingStop {
-    from: ConnectionId,
-    until: Instant,
-    remove_view: bool,
 }
 
 impl Server {
@@ -180,6 +182,8 @@ impl Server {
                     let ended = self.leases.process_ended(lease);
                     self.handle_lease_end(ended);
                 }
+                Ok(Event::ReaderEnded) => self.reader_ended(),
+                Ok(Event::Look) => self.handle_look(),
                 Ok(Event::Signal(signal)) => self.handle_signal(signal),
                 Ok(Event::Load) => self.handle_load(),
                 Ok(Event::Deadline) => self.handle_deadline(Instant::now()),
@@ -202,7 +206,7 @@ impl Server {
                 let progress = progress.map(|sent| sent + PROGRESS_EVERY);
                 progress.into_iter().chain(self.notify_due).chain(self.give_up_due).min()
             }
-            Phase::Ready(_) => self.stops.iter().map(|stop| stop.until).chain(self.eviction_due()).min(),
+            Phase::Ready(_) => self.use_deadline(),
             Phase::Stopping { until } => *until,
             Phase::Ended(_) => None,
         }
@@ -222,13 +226,7 @@ impl Server {
                     self.fail(reason);
                 }
             }
-            Phase::Ready(_) => {
-                self.give_up_stops(now);
-                if self.eviction_due().is_some_and(|due| now >= due) {
-                    self.log.line("nobody has had a lease for --idle-ttl: it is evicted");
-                    self.begin_stop(false);
-                }
-            }
+            Phase::Ready(_) => self.handle_use_deadline(now),
             Phase::Stopping { until } => {
                 if until.is_some_and(|until| now >= until) {
                     self.log.line("the load did not end in time; the end of the process ends it");
@@ -247,12 +245,12 @@ impl Server {
         }
         let leases = self.leases.count();
         self.log.line(format_args!("signal {signal}: it is stopped, with {leases} live leases"));
-        self.begin_stop(false);
+        self.begin_stop(false, None);
     }
 
     fn handle_closed(&mut self, connection: ConnectionId) {
         self.waiters.remove(&connection);
-        self.stops.retain(|stop| stop.from != connection);
+        self.uses.forget(connection);
         let ended = self.leases.connection_closed(connection);
         self.handle_lease_end(ended);
     }
@@ -263,31 +261,9 @@ impl Server {
         if self.leases.count() > 0 {
             return;
         }
-        self.idle_since = Instant::now();
-        if !self.stops.is_empty() && matches!(self.phase, Phase::Ready(_)) {
-            let stops = std::mem::take(&mut self.stops);
-            let remove_view = stops.iter().any(|stop| stop.remove_view);
-            let notes = self.begin_stop(remove_view);
-            for stop in stops {
-                self.listener.reply(stop.from, &Reply::Stopping { notes: notes.clone() });
-            }
-        }
-    }
-
-    /// When an idle cache is to go.
-    fn eviction_due(&self) -> Option<Instant> {
-        let ttl = Duration::try_from_secs_f64(self.config.idle_ttl_seconds?).ok()?;
-        if self.leases.count() > 0 { None } else { self.idle_since.checked_add(ttl) }
-    }
-
-    fn give_up_stops(&mut self, now: Instant) {
-        let (late, waiting) = std::mem::take(&mut self.stops).into_iter().partition(|stop| now >= stop.until);
-        self.stops = waiting;
-        let late: Vec<PendingStop> = late;
-        for stop in late {
-            let error = self.in_use();
-            self.refuse(stop.from, &error);
-        }
+        let now = Instant::now();
+        self.idle_since = now;
+        self.leases_ended(now);
     }
 
     // The load.
@@ -345,7 +321,8 @@ impl Server {
         self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
         notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
         self.make_room_for_clients(loaded.links.len());
-        self.phase = Phase::Ready(Resident { loaded, withdraw, progress });
+        let segments = Arc::new(loaded.links.iter().map(|file| (file.device, file.inode)).collect());
+        self.phase = Phase::Ready(Resident { loaded, withdraw, progress, segments });
         self.idle_since = Instant::now();
         let ready = Reply::Ready { view: self.config.model_dir() };
         for (waiter, _) in std::mem::take(&mut self.waiters) {
@@ -409,13 +386,13 @@ impl Server {
     // Requests.
 
     fn handle_request(&mut self, from: ConnectionId, operation: Operation) {
-        let is_waiting = self.waiters.contains_key(&from) || self.stops.iter().any(|stop| stop.from == from);
+        let is_waiting = self.waiters.contains_key(&from) || self.uses.is_waiting(from);
         match operation {
             Operation::Cancel {} => self.cancel(from),
             _ if is_waiting => {
                 // Answered at once, it would be taken for the answer that the connection waits for.
                 self.waiters.remove(&from);
-                self.stops.retain(|stop| stop.from != from);
+                self.uses.forget(from);
                 self.refuse(
                     from,
                     &Error::new(Kind::Usage, "this connection waits already: it can only cancel"),
@@ -430,6 +407,7 @@ impl Server {
             }),
             Operation::Wait { progress } => self.wait(from, progress),
             Operation::Lease {} => self.lease(from),
+            Operation::Readers {} => self.tell_readers(from),
             Operation::Stop { force, remove_view, wait_milliseconds } => {
                 self.stop(from, force, remove_view, wait_milliseconds.map(Duration::from_millis));
             }
@@ -467,7 +445,7 @@ impl Server {
                 return self.listener.reply(from, &Reply::Ready { view: self.config.model_dir() });
             }
             Phase::Stopping { .. } | Phase::Ended(_) => {
-                return self.listener.reply(from, &Reply::Stopping { notes: Vec::new() });
+                return self.listener.reply(from, &Reply::Stopping { notes: Vec::new(), holders: None });
             }
         }
         self.listener.set_waiting(from);
@@ -488,8 +466,8 @@ impl Server {
         }
         let pid = self.listener.pid(from);
         self.log.line(format_args!("process {pid} cancelled the load, and nobody else waits for it"));
-        let notes = self.begin_stop(false);
-        self.listener.reply(from, &Reply::Stopping { notes });
+        let reply = self.begin_stop(false, None);
+        self.listener.reply(from, &reply);
     }
 
     fn lease(&mut self, from: ConnectionId) {
@@ -531,51 +509,12 @@ impl Server {
         Ok(())
     }
 
-    fn stop(&mut self, from: ConnectionId, force: bool, remove_view: bool, wait: Option<Duration>) {
-        if matches!(self.phase, Phase::Stopping { .. } | Phase::Ended(_)) {
-            return self.listener.reply(from, &Reply::Stopping { notes: Vec::new() });
-        }
-        if self.leases.count() > 0 && !force {
-            match wait {
-                None => {
-                    let error = self.in_use();
-                    self.refuse(from, &error);
-                }
-                Some(wait) => {
-                    // A wait beyond the clock's end is one for ever, and a century is as good.
-                    const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 86400);
-                    let until = Instant::now() + wait.min(FOR_EVER);
-                    self.listener.set_waiting(from);
-                    self.stops.push(PendingStop { from, until, remove_view });
-                }
-            }
-            return;
-        }
-        let pid = self.listener.pid(from);
-        self.log.line(format_args!("process {pid} stops it, with {} live leases", self.leases.count()));
-        let notes = self.begin_stop(remove_view);
-        self.listener.reply(from, &Reply::Stopping { notes });
-    }
-
-    fn in_use(&self) -> Error {
-        let leases = self.leases.list();
-        let mut named: Vec<String> = leases
-            .iter()
-            .take(LEASES_NAMED_MAX)
-            .map(|lease| format!("process {} {}", lease.pid, shown(&lease.command)))
-            .collect();
-        if leases.len() > LEASES_NAMED_MAX {
-            named.push(format!("{} more", leases.len() - LEASES_NAMED_MAX));
-        }
-        Error::new(Kind::InUse, format!("'{}' is in use by {}", self.config.name, named.join(", ")))
-            .hint("wait for them with --wait, or stop it under them with --force")
-    }
-
     // The end.
 
     /// Withdraws the view and has the load ended or the memory given back, after which the loop ends.
-    /// Gives what there is to know of the view.
-    fn begin_stop(&mut self, remove_view: bool) -> Vec<String> {
+    /// Tells everybody who waited. `seen` is who reads at that moment, where it was looked for. Gives what whoever
+    /// asked for it is to be told: what there is to know of the view, and who still holds the memory.
+    fn begin_stop(&mut self, remove_view: bool, seen: Option<&Seen>) -> Reply {
         notify(&[NotifyState::Stopping]);
         let mut notes = Vec::new();
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
@@ -591,17 +530,22 @@ impl Server {
             }
             ended => {
                 self.phase = ended;
-                return notes;
+                return Reply::Stopping { notes, holders: None };
             }
         };
         self.phase = Phase::Stopping { until };
         for (waiter, _) in std::mem::take(&mut self.waiters) {
-            self.listener.reply(waiter, &Reply::Stopping { notes: Vec::new() });
+            self.listener.reply(waiter, &Reply::Stopping { notes: Vec::new(), holders: None });
         }
-        for stop in std::mem::take(&mut self.stops) {
-            self.listener.reply(stop.from, &Reply::Stopping { notes: notes.clone() });
+        let reply = Reply::Stopping { notes, holders: seen.map(|seen| Box::new(self.in_words(seen))) };
+        for stop in self.uses.take_stops() {
+            self.listener.reply(stop, &reply);
         }
-        notes
+        let error = self.not_ready();
+        for question in self.uses.take_questions() {
+            self.refuse(question, &error);
+        }
+        reply
     }
 
     fn withdraw(&self, withdraw: Withdraw, remove_view: bool) -> Vec<String> {

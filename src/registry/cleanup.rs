@@ -59,18 +59,24 @@ fn told(what: &str, path: &Path, removed: Result<bool>) -> Option<String> {
 ///
 /// [`Kind::InUse`] where somebody listens on it; [`Kind::Failed`] where it is no socket or not ours.
 pub fn remove_socket(path: &Path) -> Result<bool> {
+    Ok(is_dead_socket(path)? && unlink(path)?)
+}
+
+/// Whether there is a socket of ours that nobody listens on; `false` where there is nothing.
+///
+/// # Errors
+///
+/// As [`remove_socket`].
+pub fn is_dead_socket(path: &Path) -> Result<bool> {
     let Some(found) = look_at(path)? else { return Ok(false) };
     if FileType::from_raw_mode(found.st_mode) != FileType::Socket || found.st_uid != dir::our_uid() {
         return Err(left_alone(path, "it is no socket of ours"));
     }
     match connect_without_waiting(path) {
-        Err(Errno::CONNREFUSED) => {}
-        Err(Errno::NOENT) => return Ok(false),
-        _ => {
-            return Err(left_alone(path, "another process listens on it").with_kind(Kind::InUse));
-        }
+        Err(Errno::CONNREFUSED) => Ok(true),
+        Err(Errno::NOENT) => Ok(false),
+        _ => Err(left_alone(path, "another process listens on it").with_kind(Kind::InUse)),
     }
-    unlink(path)
 }
 
 /// An answer other than ECONNREFUSED means that somebody has the socket, even one too busy to accept.
@@ -86,9 +92,7 @@ fn connect_without_waiting(path: &Path) -> rustix::io::Result<()> {
 ///
 /// Where there is something that is not a pid file, or the directory cannot be written.
 pub fn write_pid_file(path: &Path, pid: i32) -> Result<()> {
-    if let Some(file) = open_pid_file(path)? {
-        pid_in(file, path)?;
-    }
+    check_pid_file(path)?;
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(failed("write the pid file", path)(Errno::ISDIR));
     };
@@ -96,6 +100,15 @@ pub fn write_pid_file(path: &Path, pid: i32) -> Result<()> {
     let directory = fs::open(directory, flags, Mode::empty()).map_err(failed("write the pid file", path))?;
     dir::replace_file(directory, name, format!("{pid}\n").as_bytes())
         .map_err(failed("write the pid file", path))
+}
+
+/// Refuses what is at the place of a pid file and is none.
+///
+/// # Errors
+///
+/// As [`write_pid_file`], but for the directory.
+pub fn check_pid_file(path: &Path) -> Result<()> {
+    open_pid_file(path)?.map_or(Ok(()), |file| pid_in(file, path).map(drop))
 }
 
 /// Removes the pid file at `path` where it holds `pid`, or any where `pid` is `None`; `false` where there is

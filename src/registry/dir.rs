@@ -153,14 +153,16 @@ pub(crate) fn temporary_name(name: &OsStr, suffix: &str) -> rustix::io::Result<V
 
 /// Whether `candidate` is a [`temporary_name`] of `name` with that suffix.
 pub(crate) fn is_temporary_name(candidate: &[u8], name: &OsStr, suffix: &str) -> bool {
-    candidate
-        .strip_prefix(temporary_prefix(name).as_slice())
-        .and_then(|rest| rest.strip_suffix(suffix.as_bytes()))
-        .and_then(|rest| rest.strip_suffix(b"."))
-        .is_some_and(|random| {
-            random.len() == RANDOM_DIGITS
-                && random.iter().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(b))
-        })
+    let kept = temporary_prefix(name);
+    temporary_stem(candidate, suffix).is_some_and(|stem| stem == &kept[1..kept.len() - 1])
+}
+
+/// What a [`temporary_name`] with that suffix was made from, as far as it kept it.
+pub(crate) fn temporary_stem<'a>(candidate: &'a [u8], suffix: &str) -> Option<&'a [u8]> {
+    let rest = candidate.strip_prefix(b".")?.strip_suffix(suffix.as_bytes())?.strip_suffix(b".")?;
+    let (stem, random) = rest.split_at_checked(rest.len().checked_sub(RANDOM_DIGITS)?)?;
+    let is_random = random.iter().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(b));
+    stem.strip_suffix(b".").filter(|_| is_random)
 }
 
 fn temporary_prefix(name: &OsStr) -> Vec<u8> {

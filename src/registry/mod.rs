@@ -9,6 +9,7 @@ pub mod claims;
 mod cleanup;
 pub(crate) mod dir;
 mod file_system;
+mod left;
 pub mod lock;
 pub mod name;
 pub mod paths;
@@ -18,7 +19,11 @@ pub(crate) mod testing;
 
 pub use base_dir::{BaseDir, Environment};
 pub use claims::{Claim, Claims, Group, Seat, Terms};
-pub use cleanup::{clean_up_files, clean_up_registration, remove_pid_file, remove_socket, write_pid_file};
+pub use cleanup::{
+    check_pid_file, clean_up_files, clean_up_registration, is_dead_socket, remove_pid_file, remove_socket,
+    write_pid_file,
+};
+pub use left::{left_files, names_in_use};
 pub use lock::Lock;
 pub use name::Name;
 pub use paths::{Paths, SOCKET_PATH_BYTES_MAX, check_socket_path};

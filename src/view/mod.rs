@@ -4,6 +4,7 @@
 //! It is built under a name beside its path, `.NAME.<random>.new`, and removed under `.NAME.<random>.old`;
 //! what a killed daemon leaves under such names, [`remove_leftovers`] finds.
 
+mod leftovers;
 mod place;
 mod spot;
 mod standing;
@@ -23,6 +24,7 @@ use crate::registry::dir::{self, Inode, failed};
 use crate::registry::{Lock, Paths, Record};
 use crate::source::DirectoryLink;
 
+pub use leftovers::left_by_crashed;
 pub use place::{check_outside, check_place};
 use spot::{ATTEMPTS_MAX, NEW, OLD, Spot};
 pub use standing::{Standing, examine, process_of};

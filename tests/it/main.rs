@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod collect;
 mod containers;
 mod copy;
 mod crowd;
@@ -17,6 +18,7 @@ mod make_model;
 mod memory;
 mod pressure;
 mod quota;
+mod readers;
 mod resting;
 mod reuse;
 mod start;

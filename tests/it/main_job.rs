@@ -80,6 +80,10 @@ fn every_answer_has_the_documented_fields_and_no_other() {
     let list = sandbox.iloader(&["list", "--json"]).expect(0).json();
     check(&list, &[&of_list]);
     check(&list["caches"][0], &[&of_a_cache]);
+    let read = sandbox.ask("status", &["--readers", "--json"]).expect(0).json();
+    check(&read, &[&of_a_cache, &of_status]);
+    let collected = sandbox.iloader(&["gc", "--resident", "--ttl", "3600", "--json"]).expect(0).json();
+    check(&collected, &[&documented("\n`gc`:\n", "\n`inspect`:\n")]);
     let manifest = sandbox.ask("manifest", &[]).expect(0).json();
     check(&manifest, &[&documented("\n`manifest`:\n", "## Environment")]);
     let inspected = sandbox.iloader(&["inspect", sandbox.model().to_str().unwrap(), "--json"]).json();

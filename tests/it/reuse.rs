@@ -51,6 +51,91 @@ fn every_setting_of_the_identity_is_named_where_it_differs() {
 }
 
 #[test]
+fn another_cache_of_the_name_is_replaced_where_asked_for() {
+    let sandbox = Sandbox::new();
+    let view = sandbox.started(&[]);
+    let first = sandbox.daemon();
+    sandbox.start(&["--replace"]).expect(0);
+    assert_eq!(sandbox.daemon(), first, "what is asked for runs already");
+    let ran = sandbox.start(&["--replace", "--pattern", "config.json"]).expect(0);
+    assert_eq!(ran.path(), view);
+    assert!(ran.stderr.contains("which had other settings"), "{ran:?}");
+    assert_ne!(sandbox.daemon(), first);
+    assert_eq!(entries(&view), ["config.json"]);
+    // With another view, nothing stays of the old one.
+    let elsewhere = sandbox.path("elsewhere");
+    sandbox.start(&["--replace", "--view", elsewhere.to_str().unwrap()]).expect(0);
+    assert!(!view.exists() && elsewhere.join(MODEL[1].0).exists());
+    sandbox.ask("stop", &["--remove-view"]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn what_is_in_use_or_has_no_successor_is_not_replaced() {
+    let sandbox = Sandbox::new();
+    let view = sandbox.started(&[]);
+    let daemon = sandbox.daemon();
+    let other = ["--replace", "--pattern", "*.json"];
+    let lease = sandbox.run(&["sleep", "600"]);
+    until("a lease", || sandbox.status()["leases"][0]["command"] == "sleep 600");
+    sandbox.start(&other).expect_refusal(5, &lease.pid().as_raw_nonzero().to_string());
+    drop(lease);
+    until("the end of the lease", || sandbox.status()["leases"] == serde_json::json!([]));
+    let mut command = std::process::Command::new("sleep");
+    command.arg("600").stdin(fs::File::open(view.join(MODEL[1].0)).unwrap());
+    let reader = Job::spawn(command);
+    let refused = sandbox.start(&other).expect_refusal(5, "without a lease");
+    assert!(refused.stderr.contains(&reader.pid().as_raw_nonzero().to_string()), "{refused:?}");
+    drop(reader);
+
+    // Each of these would fail after the old one's end, and is found out before.
+    let foreign = sandbox.path("foreign");
+    fs::create_dir(&foreign).unwrap();
+    fs::write(foreign.join("file"), "precious").unwrap();
+    for (code, words, named) in [
+        (6, &["--max-memory-bytes", "1"][..], "capped at"),
+        (6, &["--pattern", "*", "--reserve-bytes", "1000TiB"], "available"),
+        (1, &["--view", foreign.to_str().unwrap()], "foreign"),
+        (3, &["--pattern", "*.nothing"], ""),
+        (3, &["--pattern", "*", "--socket", "/no/such/place/socket"], "/no/such/place"),
+    ] {
+        sandbox.start(&[&["--replace"], words].concat()).expect_refusal(code, named);
+    }
+    assert_eq!((sandbox.daemon(), sandbox.status()["state"].clone()), (daemon, "ready".into()));
+    assert!(fs::read(view.join(MODEL[1].0)).unwrap() == bytes_of(1, MODEL[1].1));
+    sandbox.ask("stop", &["--wait=60"]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn a_daemon_in_the_foreground_replaces_and_is_replaced() {
+    let sandbox = Sandbox::new();
+    sandbox.started(&[]);
+    let job = Job::spawn(sandbox.start_command(&["--foreground", "--replace", "--pattern", "config.json"]));
+    let pid = job.pid().as_raw_nonzero().get();
+    until("another daemon", || {
+        let ran = sandbox.ask("status", &["--json"]);
+        ran.code == Some(0) && ran.json()["pid"] == pid
+    });
+    sandbox.start(&["--replace"]).expect(0);
+    job.wait().expect(0);
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn a_load_is_replaced_too() {
+    let sandbox = Sandbox::slow();
+    let Some(frozen) = sandbox.freeze() else { return };
+    // It goes on, and is not done yet.
+    drop(frozen);
+    let ran = sandbox.start(&["--replace", "--pattern", "config.json"]).expect(0);
+    assert_eq!(entries(&ran.path()), ["config.json"]);
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
 fn a_file_that_is_touched_is_another_identity() {
     let sandbox = Sandbox::new();
     sandbox.started(&[]);

@@ -30,6 +30,7 @@ const ROWS: &[(u32, &str, &[&str])] = &[
     (1, "control", &["error", "failure", "units", "manifest", "sys"]),
     (1, "budget", &["error", "units", "manifest", "sys"]),
     (1, "gc", &["error", "units", "manifest"]),
+    (1, "readers", &["error", "sys"]),
     (2, "plan", &["error", "units", "manifest", "source"]),
     (2, "tensor", &["error", "units", "manifest", "source", "plan"]),
     (3, "engine", &["error", "units", "sys"]),

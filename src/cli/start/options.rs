@@ -17,11 +17,13 @@ use crate::units::ByteSize;
 const HELP_AFTER: &str = "\
 MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Sizes (SIZE) are bytes or \
 carry a binary suffix: 512MiB, 32GiB. The path of the view is printed alone on stdout when the model is ready. \
-Starting again what runs already prints the path at once; other settings under the same name are refused.
+Starting again what runs already prints the path at once; other settings under the same name are refused, unless \
+--replace is given.
 
 Example:
   VIEW=$(iloader start /models/Qwen3-8B --name qwen --max-memory-bytes 32GiB)
-  vllm serve \"$VIEW\"";
+  vllm serve \"$VIEW\"
+  iloader start /models/Qwen3-8B-2 --name qwen --replace";
 
 /// Load a model into memory, keep it there, and print the path of its view
 #[derive(Args, Clone, Debug)]
@@ -68,6 +70,9 @@ pub(crate) struct StartArgs {
     /// Be the daemon, in the foreground, until the cache ends: for systemd and containers
     #[arg(long, help_heading = "Waiting")]
     pub(super) foreground: bool,
+    /// Stop a cache of that name that has other settings, unless it is in use, and start this one
+    #[arg(long)]
+    pub(super) replace: bool,
     /// Show no progress
     #[arg(long, help_heading = "Waiting")]
     pub(super) quiet: bool,
@@ -136,7 +141,7 @@ pub(crate) struct LimitArgs {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Life")]
 pub(crate) struct LifeArgs {
-    /// Evict the cache after so many seconds without a lease [default: never]
+    /// Evict the cache after so many seconds without a lease or another reader [default: never]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = args::seconds)]
     pub(super) idle_ttl: Option<Duration>,
 }

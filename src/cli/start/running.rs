@@ -23,13 +23,15 @@ pub(super) enum Running {
     Busy,
     /// What is asked for, loading or ready.
     Same { client: Client, status: Box<Status> },
+    /// Another identity, which `error` says.
+    Other { client: Client, status: Box<Status>, error: Error },
 }
 
 /// Looks at the registration, asks the daemon, and compares.
 ///
 /// # Errors
 ///
-/// [`Kind::Stale`] where another identity runs; [`Kind::Failed`] where the daemon is out of reach.
+/// [`Kind::Failed`] where the daemon is out of reach.
 pub(super) fn look(wanted: &Wanted) -> Result<Running> {
     let Some(registration) = registry::look_up(&wanted.base, &wanted.paths.name) else {
         return Ok(Running::Nothing);
@@ -65,7 +67,8 @@ fn ask(wanted: &Wanted, registration: &Registration) -> Result<Running> {
     if status.identity == wanted.config.identity {
         return Ok(Running::Same { client, status });
     }
-    Err(other_identity(wanted, &status, &mut client))
+    let error = other_identity(wanted, &status, &mut client);
+    Ok(Running::Other { client, status, error })
 }
 
 fn other_identity(wanted: &Wanted, status: &Status, client: &mut Client) -> Error {
@@ -88,7 +91,9 @@ fn other_identity(wanted: &Wanted, status: &Status, client: &mut Client) -> Erro
     }
     let name = &status.name;
     Error::new(Kind::Stale, format!("'{name}' runs with another identity: {}", found.join("; "))).hint(
-        format!("stop it first (iloader stop {name}), or choose another --name; it runs on undisturbed"),
+        format!(
+            "stop it first (iloader stop {name}, or --replace), or choose another --name; it runs on undisturbed"
+        ),
     )
 }
 

@@ -19,11 +19,15 @@ use crate::daemon::config::{Limits, Tuning};
 use crate::daemon::listener::CONNECTIONS_MAX;
 use crate::daemon::load::{LoadControl, PublishedFile};
 use crate::manifest::{FileEntry, Manifest, SelectionRules};
+use crate::readers::{self, Detail, Memory, Reader, Seen};
 use crate::registry::{BaseDir, Lock, Paths, Record};
 use crate::sys::signals::SignalDescriptor;
 
 /// How long a test waits for what must happen. It is never waited for where all is well.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Where the segments are that nobody has open.
+const FAR_DEVICE: u64 = u64::MAX;
 
 /// What the tests tell the load to do.
 enum Step {
@@ -33,12 +37,49 @@ enum Step {
     Panic,
 }
 
+/// What the tests have a look find.
+#[derive(Clone, Default)]
+struct Sight {
+    pids: Vec<i32>,
+    unseen: Vec<i32>,
+    is_blind: bool,
+    /// It takes until this is false.
+    hangs: bool,
+    looks: usize,
+}
+
+fn find(sight: &Mutex<Sight>, detail: Detail) -> Result<Seen> {
+    let look = || sight.lock().expect("no panic");
+    look().looks += 1;
+    while look().hangs {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let found = look().clone();
+    if found.is_blind {
+        return Err(Error::new(Kind::Failed, "there is no /proc"));
+    }
+    let process = |pid: &i32| readers::Process { pid: *pid, command: format!("engine {pid}") };
+    let reader = |pid: &i32| Reader {
+        process: process(pid),
+        descriptors: 1,
+        mapped_bytes: 4096,
+        memory: (detail == Detail::Memory).then(Memory::default),
+    };
+    Ok(Seen {
+        readers: found.pids.iter().map(reader).collect(),
+        unseen: found.unseen.iter().map(process).collect(),
+        unseen_of_others: 2,
+    })
+}
+
 /// A daemon in this process, its BASE, and the strings of its load.
 struct Sandbox {
     home: tempfile::TempDir,
     paths: Paths,
     steps: Sender<Step>,
     happened: Arc<Mutex<Vec<String>>>,
+    /// What a look for readers finds.
+    sight: Arc<Mutex<Sight>>,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
@@ -111,7 +152,8 @@ fn loaded(files: usize, keep: Segments) -> Loaded {
     let link = |file: &FileEntry| PublishedFile {
         path: file.path.clone(),
         descriptor: 0,
-        device: 5,
+        // No file of this machine has such a one.
+        device: FAR_DEVICE,
         inode: file.inode + 100,
         bytes: file.bytes,
     };
@@ -185,13 +227,14 @@ impl Sandbox {
         let lock = Lock::try_exclusive(&paths.lock).expect("lockable").expect("free");
         let (steps, told) = channel();
         let happened = Arc::new(Mutex::new(Vec::new()));
+        let sight = Arc::new(Mutex::new(Sight::default()));
         let (is_up, up) = channel();
         let thread = std::thread::spawn({
-            let happened = Arc::clone(&happened);
-            move || run_daemon(config, lock, files, told, happened, &is_up)
+            let (happened, sight) = (Arc::clone(&happened), Arc::clone(&sight));
+            move || run_daemon(config, lock, files, told, (happened, sight), &is_up)
         });
         up.recv_timeout(PATIENCE).expect("the daemon listens");
-        Sandbox { home, paths, steps, happened, thread: Some(thread) }
+        Sandbox { home, paths, steps, happened, sight, thread: Some(thread) }
     }
 
     fn client(&self) -> Client {
@@ -207,6 +250,14 @@ impl Sandbox {
         client.send(Operation::Wait { progress: false }).expect("sent");
         self.tell(Step::Finish);
         assert!(matches!(client.next(soon()).expect("an answer"), Reply::Ready { .. }));
+    }
+
+    fn see(&self, change: impl FnOnce(&mut Sight)) {
+        change(&mut self.sight.lock().expect("no panic"));
+    }
+
+    fn looks(&self) -> usize {
+        self.sight.lock().expect("no panic").looks
     }
 
     fn status(&self) -> Status {
@@ -246,6 +297,7 @@ impl Drop for Sandbox {
         if self.thread.is_none() {
             return;
         }
+        self.see(|sight| sight.hangs = false);
         if let Ok(mut client) = Client::connect(&self.paths.socket, PATIENCE) {
             let _ =
                 client.request(Operation::Stop { force: true, remove_view: true, wait_milliseconds: None });
@@ -261,7 +313,7 @@ fn run_daemon(
     lock: Lock,
     files: usize,
     told: Receiver<Step>,
-    happened: Arc<Mutex<Vec<String>>>,
+    (happened, sight): (Arc<Mutex<Vec<String>>>, Arc<Mutex<Sight>>),
     is_up: &Sender<()>,
 ) -> Result<()> {
     let log = Log::new(std::fs::File::create(&config.log_file).expect("a log"));
@@ -283,7 +335,11 @@ fn run_daemon(
         listener,
         registered,
         log,
-        work: Work { load: Box::new(load), publish: Box::new(publish) },
+        work: Work {
+            load: Box::new(load),
+            publish: Box::new(publish),
+            find: Arc::new(move |_, detail| find(&sight, detail)),
+        },
     })
 }
 
@@ -305,6 +361,14 @@ fn stop() -> Operation {
 fn lease(client: &mut Client) -> Leased {
     match client.request(Operation::Lease {}).expect("a lease") {
         Reply::Leased(leased) => *leased,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The notes of an answer that says that it stops.
+fn notes_of(answer: Result<Reply>) -> Vec<String> {
+    match answer.expect("it stops") {
+        Reply::Stopping { notes, .. } => notes,
         other => panic!("{other:?}"),
     }
 }
@@ -358,7 +422,7 @@ fn manifest_and_lease_say_what_is_published() {
     assert_eq!(manifest.files.len(), 3);
     let leased = lease(&mut sandbox.client());
     assert_eq!(leased.view, format!("{}/org--model", sandbox.paths.view.display()));
-    let second = Link { path: "file-00001".into(), bytes: 10, device: 5, inode: 101 };
+    let second = Link { path: "file-00001".into(), bytes: 10, device: FAR_DEVICE, inode: 101 };
     assert_eq!((leased.links.len(), &leased.links[1]), (3, &second));
 }
 
@@ -368,10 +432,7 @@ fn the_end_has_an_order_and_leaves_nothing() {
     assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json", "n.lock", "n.pid", "n.sock"]);
     let mut client = sandbox.client();
     let operation = Operation::Stop { force: false, remove_view: true, wait_milliseconds: None };
-    assert_eq!(
-        client.request(operation).expect("stopped"),
-        Reply::Stopping { notes: vec!["strange file".to_owned()] }
-    );
+    assert_eq!(notes_of(client.request(operation)), ["strange file"]);
     client.wait_for_end(soon()).expect("closed");
     // The connection's end is the last thing: all of this is done by now.
     assert_eq!(sandbox.left(), BTreeSet::new());
@@ -395,10 +456,7 @@ fn a_leased_cache_is_not_stopped_unless_forced() {
     assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
     assert_eq!(sandbox.status().state, State::Ready, "a refused stop changes nothing");
     let forced = Operation::Stop { force: true, remove_view: false, wait_milliseconds: None };
-    assert_eq!(
-        sandbox.client().request(forced).expect("stopped"),
-        Reply::Stopping { notes: vec!["strange file".to_owned()] }
-    );
+    assert_eq!(notes_of(sandbox.client().request(forced)), ["strange file"]);
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.happened()[1], "withdrawn, remove false");
     assert_eq!(reader.next(soon()).expect_err("closed").kind(), Kind::NotFound);
@@ -442,10 +500,7 @@ fn a_stop_waits_for_leases_or_gives_up() {
     stopper.send(wait(u64::MAX)).expect("sent");
     assert_eq!(sandbox.status().state, State::Ready);
     reader.end();
-    assert_eq!(
-        stopper.next(soon()).expect("an answer"),
-        Reply::Stopping { notes: vec!["strange file".to_owned()] }
-    );
+    assert_eq!(notes_of(stopper.next(soon())), ["strange file"]);
     stopper.wait_for_end(soon()).expect("closed");
     sandbox.ended().expect("an orderly end");
 }
@@ -461,10 +516,7 @@ fn cancel_ends_a_load_that_nobody_else_waits_for() {
     assert!(matches!(first.request(Operation::Cancel {}).expect("goes on"), Reply::Progress(_)));
     assert_eq!(sandbox.status().state, State::Loading);
     assert_eq!(refusal(&mut first, Operation::Cancel {}).kind(), Kind::Usage);
-    assert_eq!(
-        second.request(Operation::Cancel {}).expect("the last one"),
-        Reply::Stopping { notes: Vec::new() }
-    );
+    assert_eq!(notes_of(second.request(Operation::Cancel {})), [""; 0]);
     second.wait_for_end(soon()).expect("closed");
     assert_eq!(sandbox.left(), BTreeSet::new());
     sandbox.ended().expect("an orderly end");
@@ -495,9 +547,9 @@ fn a_stop_while_loading_tells_who_waits() {
     let mut waiter = sandbox.client();
     waiter.send(Operation::Wait { progress: false }).expect("sent");
     assert_eq!(sandbox.status().state, State::Loading);
-    assert_eq!(sandbox.client().request(stop()).expect("stopped"), Reply::Stopping { notes: Vec::new() });
+    assert_eq!(notes_of(sandbox.client().request(stop())), [""; 0]);
     // Not an error: that is what a load that fails gets, of whatever kind.
-    assert_eq!(waiter.next(soon()).expect("an answer"), Reply::Stopping { notes: Vec::new() });
+    assert_eq!(notes_of(waiter.next(soon())), [""; 0]);
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.left(), BTreeSet::new());
 }
@@ -562,6 +614,180 @@ fn a_removed_base_is_noticed_and_another_daemons_files_stay() {
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json"]);
     assert!(!sandbox.paths.socket.exists());
+}
+
+// Readers without a lease, as a look finds them.
+
+fn waiting_stop() -> Operation {
+    Operation::Stop { force: false, remove_view: false, wait_milliseconds: Some(u64::MAX) }
+}
+
+fn forced_stop() -> Operation {
+    Operation::Stop { force: true, remove_view: false, wait_milliseconds: None }
+}
+
+#[test]
+fn a_stop_is_decided_by_a_look_and_nothing_else_looks() {
+    let mut sandbox = Sandbox::ready();
+    sandbox.see(|sight| sight.pids = vec![11, 12]);
+    for _ in 0..20 {
+        sandbox.status();
+    }
+    assert_eq!(sandbox.looks(), 0, "nobody wanted to know");
+    let error = refusal(&mut sandbox.client(), stop());
+    assert_eq!(error.kind(), Kind::InUse);
+    assert!(error.message().contains("without a lease by process 11 'engine 11', process 12"), "{error}");
+    assert_eq!((sandbox.looks(), sandbox.status().state), (1, State::Ready));
+    let mut leaser = sandbox.client();
+    lease(&mut leaser);
+    assert!(!refusal(&mut sandbox.client(), stop()).message().contains("engine 11"), "leases come first");
+    assert_eq!(sandbox.looks(), 1);
+    sandbox.see(|sight| sight.unseen = vec![13]);
+    let Reply::Stopping { holders: Some(holders), .. } =
+        sandbox.client().request(forced_stop()).expect("stopped")
+    else {
+        panic!("another answer");
+    };
+    let pids: Vec<i32> = holders.readers.iter().map(|reader| reader.pid).collect();
+    assert_eq!((pids, holders.unseen[0].pid, holders.unseen_of_others), (vec![11, 12], 13, 2));
+    sandbox.ended().expect("an orderly end");
+}
+
+#[test]
+fn a_stop_waits_for_readers_too() {
+    let mut sandbox = Sandbox::ready();
+    // Of another process than those that are found: their end is not what is seen here.
+    sandbox.see(|sight| sight.pids = vec![i32::MAX]);
+    let mut stopper = sandbox.client();
+    stopper.send(waiting_stop()).expect("sent");
+    let deadline = Instant::now() + PATIENCE;
+    while sandbox.looks() < 3 {
+        assert!(Instant::now() < deadline, "it looks again and again");
+        assert_eq!(sandbox.status().state, State::Ready);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // Others are answered by a look of their own.
+    assert_eq!(refusal(&mut sandbox.client(), stop()).kind(), Kind::InUse);
+    let short = Operation::Stop { force: false, remove_view: false, wait_milliseconds: Some(1) };
+    assert!(refusal(&mut sandbox.client(), short).message().contains("without a lease by"));
+    sandbox.see(|sight| sight.pids.clear());
+    assert_eq!(notes_of(stopper.next(soon())), ["strange file"]);
+    sandbox.ended().expect("an orderly end");
+}
+
+#[test]
+fn nobody_looks_for_a_stop_that_was_given_up() {
+    let sandbox = Sandbox::ready();
+    sandbox.see(|sight| sight.pids = vec![i32::MAX]);
+    let mut stopper = sandbox.client();
+    stopper.send(waiting_stop()).expect("sent");
+    let deadline = Instant::now() + PATIENCE;
+    while sandbox.looks() < 1 {
+        assert!(Instant::now() < deadline, "it looks");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(stopper);
+    // The closing is seen at the latest with the second of these.
+    sandbox.status();
+    sandbox.status();
+    let looks = sandbox.looks();
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(sandbox.looks(), looks);
+    assert_eq!(sandbox.status().state, State::Ready);
+}
+
+#[test]
+fn a_reader_that_ends_has_the_stop_look_again() {
+    let mut sandbox = Sandbox::ready();
+    let mut child = Command::new("sleep").arg("1000").spawn().expect("sleep starts");
+    sandbox.see(|sight| sight.pids = vec![child.id() as i32]);
+    let mut stopper = sandbox.client();
+    stopper.send(waiting_stop()).expect("sent");
+    // Until the pauses between two looks are longer than this test may take.
+    let deadline = Instant::now() + PATIENCE;
+    while sandbox.looks() < 3 {
+        assert!(Instant::now() < deadline, "it looks");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    sandbox.see(|sight| sight.pids.clear());
+    child.kill().expect("killed");
+    assert_eq!(notes_of(stopper.next(soon())), ["strange file"]);
+    child.wait().expect("waited for");
+    sandbox.ended().expect("an orderly end");
+}
+
+#[test]
+fn a_look_that_hangs_holds_up_only_who_needs_it() {
+    let mut sandbox = Sandbox::ready();
+    sandbox.see(|sight| sight.hangs = true);
+    let (mut stopper, mut curious) = (sandbox.client(), sandbox.client());
+    stopper.send(stop()).expect("sent");
+    curious.send(Operation::Readers {}).expect("sent");
+    // Everybody else is served, and may even take a lease.
+    for _ in 0..10 {
+        assert_eq!(sandbox.status().state, State::Ready);
+    }
+    let Ok(Reply::Error(error)) = stopper.next(soon()) else { panic!("another answer") };
+    assert_eq!(Error::from(error).kind(), Kind::TimedOut);
+    lease(&mut sandbox.client());
+    assert_eq!(refusal(&mut sandbox.client(), stop()).kind(), Kind::InUse, "leases need no look");
+    // Nor does force, in the end.
+    let Reply::Stopping { holders, .. } = sandbox.client().request(forced_stop()).expect("stopped") else {
+        panic!("another answer");
+    };
+    assert_eq!(holders, None, "nobody looked");
+    let answer = curious.next(soon()).expect("an answer");
+    assert!(matches!(answer, Reply::Error(_)), "{answer:?}");
+    sandbox.see(|sight| sight.hangs = false);
+    sandbox.ended().expect("an orderly end");
+}
+
+#[test]
+fn where_nobody_can_look_only_force_stops() {
+    let mut sandbox = Sandbox::ready();
+    sandbox.see(|sight| sight.is_blind = true);
+    assert!(refusal(&mut sandbox.client(), stop()).message().contains("no /proc"));
+    assert!(refusal(&mut sandbox.client(), Operation::Readers {}).message().contains("no /proc"));
+    assert_eq!(sandbox.status().state, State::Ready);
+    assert_eq!(notes_of(sandbox.client().request(forced_stop())), ["strange file"]);
+    sandbox.ended().expect("an orderly end");
+}
+
+#[test]
+fn an_idle_cache_that_is_read_is_looked_at_once_and_stays() {
+    let mut sandbox = Sandbox::with(3, |config| config.idle_ttl_seconds = Some(0.2));
+    let mut child = Command::new("sleep").arg("1000").spawn().expect("sleep starts");
+    sandbox.see(|sight| sight.pids = vec![child.id() as i32]);
+    sandbox.finish_loading();
+    let deadline = Instant::now() + PATIENCE;
+    while sandbox.looks() == 0 {
+        assert!(Instant::now() < deadline, "its time is over");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!((sandbox.looks(), sandbox.status().state), (1, State::Ready), "nothing polls");
+    sandbox.see(|sight| sight.pids.clear());
+    child.kill().expect("killed");
+    sandbox.ended().expect("evicted when its reader had ended");
+    child.wait().expect("waited for");
+    assert!(sandbox.log().contains("read without a lease by process"), "{}", sandbox.log());
+}
+
+#[test]
+fn readers_are_told_with_their_leases() {
+    let sandbox = Sandbox::ready();
+    let mut client = sandbox.client();
+    lease(&mut client);
+    let us = std::process::id() as i32;
+    sandbox.see(|sight| sight.pids = vec![us, i32::MAX]);
+    let Reply::Readers(found) = sandbox.client().request(Operation::Readers {}).expect("an answer") else {
+        panic!("another answer");
+    };
+    let told: Vec<(i32, bool)> = found.readers.iter().map(|reader| (reader.pid, reader.lease)).collect();
+    assert_eq!(told, [(us, true), (i32::MAX, false)]);
+    assert_eq!(found.readers[0].resident_bytes, Some(0));
+    let loading = Sandbox::new();
+    assert_eq!(refusal(&mut loading.client(), Operation::Readers {}).kind(), Kind::TimedOut);
 }
 
 // Leases of real processes.

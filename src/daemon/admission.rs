@@ -1,0 +1,88 @@
+//! May this load begin: what limits the process, memory, promised one start at a time, and the shared quota.
+
+use crate::budget::{self, Availability, Grant, Request, Room, limits};
+use crate::daemon::config::Config;
+use crate::daemon::ledger::{Ledger, Share};
+use crate::daemon::log::Log;
+use crate::daemon::preload::{chunk_bytes, settings};
+use crate::daemon::promise::{self, Promise};
+use crate::error::Result;
+use crate::memory::{self, Settings};
+use crate::plan::{self, Plan};
+use crate::registry::BaseDir;
+use crate::source::Selection;
+
+/// Asks for the memory, one start at a time.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`](crate::Kind::NoRoom) where it does not fit, or a limit of this process is too low.
+pub(super) fn admit(
+    config: &Config,
+    plan: &Plan,
+    settings: &Settings,
+    room: &mut budget::Limits,
+    log: &Log,
+) -> Result<(Grant, Promise)> {
+    check_limits(plan, settings)?;
+    let run_dir = BaseDir::prepared(config.base.clone().into()).run_dir();
+    promise::admit(&request(config, plan, settings), room, &config.name, &run_dir, log)
+}
+
+/// Takes the cache's share of the quota, before anything is allocated: the segments in whole pages, without the
+/// buffers.
+///
+/// # Errors
+///
+/// As [`Ledger::reserve`].
+pub(super) fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Share> {
+    let proposes = config.limits.resident_bytes_max;
+    let (share, notes) =
+        Ledger::of_socket(&config.socket).reserve(&config.name, plan.allocated_bytes(), proposes)?;
+    notes.iter().for_each(|note| log.line(format_args!("quota: {note}")));
+    Ok(share)
+}
+
+/// Whether a load of `selection` would be begun by a daemon of this process's kind once the cache of that name has
+/// ended and `freed_bytes` more of memory are available. Allocates nothing and makes nothing.
+///
+/// # Errors
+///
+/// The one that such a load would end with at once.
+pub fn rehearse(config: &Config, selection: &Selection, freed_bytes: u64) -> Result<()> {
+    let plan = plan::lay_out(selection, chunk_bytes(&config.tuning));
+    let settings = settings(config, &plan)?;
+    check_limits(&plan, &settings)?;
+    let rooms = budget::available()?.rooms.into_iter();
+    let later = rooms.map(|room| Room { bytes: room.bytes.saturating_add(freed_bytes), ..room });
+    let mut later = Availability::of(later.collect());
+    later.promised_bytes = promise::promised_bytes();
+    budget::admit(&request(config, &plan, &settings), &later).map(drop)?;
+    let proposes = config.limits.resident_bytes_max;
+    Ledger::of_socket(&config.socket).rehearse(&config.name, plan.allocated_bytes(), proposes)
+}
+
+fn request(config: &Config, plan: &Plan, settings: &Settings) -> Request {
+    Request {
+        need_bytes: memory::need_bytes(plan, &settings.engine, settings.options.workers),
+        memory_fraction: config.limits.memory_fraction,
+        reserve_bytes: config.limits.reserve_bytes,
+        memory_bytes_max: config.limits.memory_bytes_max,
+        force: config.limits.force,
+    }
+}
+
+/// What this process may: write files so long, map so much, lock so much.
+fn check_limits(plan: &Plan, settings: &Settings) -> Result<()> {
+    let workers = settings.options.workers as u64;
+    limits::check_file_size(plan.bytes_of_longest())?;
+    // A worker maps the file that it is finishing and the one that it goes on to.
+    let filled = plan.bytes_of_longest().saturating_mul(workers + 1).min(plan.bytes());
+    let locked = if settings.lock_memory { plan.allocated_bytes() } else { 0 };
+    limits::check_address_space(filled.saturating_add(locked))?;
+    if settings.lock_memory {
+        let segments = plan.targets.iter().filter(|target| target.bytes > 0).count() as u64;
+        limits::check_locked_memory(plan.allocated_bytes(), segments)?;
+    }
+    Ok(())
+}
