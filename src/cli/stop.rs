@@ -374,8 +374,8 @@ mod tests {
     #[test]
     fn a_name_that_is_given_twice_is_stopped_once() {
         let args = parse("stop one two one --name two --name three").expect("parses");
-        let names: Vec<String> = names(&args).into_iter().map(ToString::to_string).collect();
-        assert_eq!(names, ["one", "two", "three"]);
+        let named: Vec<String> = names(&args).into_iter().map(ToString::to_string).collect();
+        assert_eq!(named, ["one", "two", "three"]);
         let one = parse("stop --socket /s one --name one").expect("parses");
         assert_eq!(names(&one).len(), 1, "one cache behind one socket");
     }
