@@ -13,7 +13,7 @@ use crate::daemon::log::Log;
 use crate::daemon::spawn::{self, Spawned};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
-use crate::sys::signals;
+use crate::sys::{crash, signals};
 use crate::view;
 
 use follow::{Follow, Interrupt};
@@ -98,7 +98,9 @@ fn wait_for_the_other(wanted: &Wanted, deadline: Option<Instant>, interrupt: &mu
 }
 
 fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
+    crash::point("lock-taken");
     let lock = clean_up(wanted, lock)?;
+    crash::point("cleaned-up");
     spawn::spawn(&wanted.config, lock)
 }
 

@@ -25,8 +25,8 @@ use crate::daemon::leases::{ConnectionId, Process};
 use crate::error::{Error, Kind, Result};
 use crate::failure::Failure;
 use crate::registry;
-use crate::sys::peer;
 use crate::sys::signals::SignalDescriptor;
+use crate::sys::{crash, peer};
 
 /// Connections at one time, those that carry leases not counted.
 pub const CONNECTIONS_MAX: usize = 256;
@@ -453,6 +453,7 @@ fn bind_private(path: &Path) -> Result<(OwnedFd, (u64, u64))> {
         })?;
         bind(&socket, &address).map_err(|errno| failed(&errno.into()))?;
     }
+    crash::point("socket-made");
     std::fs::set_permissions(path, PermissionsExt::from_mode(0o600)).map_err(|error| failed(&error))?;
     let found = std::fs::symlink_metadata(path).map_err(|error| failed(&error))?;
     listen(&socket, BACKLOG).map_err(|errno| failed(&errno.into()))?;

@@ -17,6 +17,7 @@ use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Resident, Settings};
 use crate::plan::{self, Plan};
 use crate::source::{self, Direct, Selection};
+use crate::sys::crash;
 use crate::view::{View, ViewLink};
 
 /// Where the numbers of published descriptors begin: a random number in this range, so that the process
@@ -45,6 +46,7 @@ pub fn work(config: &Config) -> Work {
 fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
     let started = Instant::now();
     let selection = source::select(Path::new(&config.source), &config.rules)?;
+    crash::point("selected");
     if source::identity::digest(&selection) != config.selection {
         let message = format!("the source {} changed since the start was asked for", shown(&selection.root));
         return Err(Error::new(Kind::SourceChanged, message).hint("start it again"));
@@ -56,8 +58,10 @@ fn load(config: &Config, control: &LoadControl) -> Result<Loaded> {
     };
     let settings = settings(config, &plan).map_err(refused)?;
     let grant = admit(config, &plan, &settings).map_err(refused)?;
+    crash::point("admitted");
     let watch = Reporter::new(control, &plan, started);
     let resident = memory::load(&plan, &selection, &settings, &grant, &watch)?;
+    crash::point("loaded");
     watch.report();
     Ok(loaded(config, &selection, &settings, resident))
 }

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::registry::record::SCHEMA;
 use crate::registry::{self, BaseDir, Host, Lock, Record};
+use crate::sys::crash;
 use crate::sys::signals::SignalDescriptor;
 
 /// The files of a living daemon. The name's lock is held as long as this lives.
@@ -35,7 +36,7 @@ impl Registered {
         let base = BaseDir::prepared(PathBuf::from(&config.base));
         let name = config.name.parse()?;
         let registered = Registered {
-            record: record_of(config),
+            record: record_of(config, rustix::process::getpid().as_raw_nonzero().get()),
             record_path: base.paths(&name).record,
             _hold: base.hold().map_err(|error| log.line(error.message())).ok(),
             lock,
@@ -48,10 +49,17 @@ impl Registered {
                 return Err(error);
             }
         };
+        crash::point("socket-bound");
         let written = registry::write_pid_file(Path::new(&registered.record.pid_file), registered.record.pid)
-            .and_then(|()| registered.record.write(&registered.record_path));
+            .and_then(|()| {
+                crash::point("pid-file-written");
+                registered.record.write(&registered.record_path)
+            });
         match written {
-            Ok(()) => Ok((registered, listener)),
+            Ok(()) => {
+                crash::point("registered");
+                Ok((registered, listener))
+            }
             Err(error) => {
                 registered.remove(&mut listener, log);
                 Err(error)
@@ -75,7 +83,9 @@ impl Registered {
         if self.is_in_place() {
             note(log, remove_file(&self.record_path));
         }
+        crash::point("registration-removed");
         self.release(log);
+        crash::point("lock-released");
     }
 
     /// The same, but the registration stays and says why the load failed.
@@ -85,11 +95,13 @@ impl Registered {
             self.record.failed = Some(Failure::from(error));
             note(log, self.record.write(&self.record_path));
         }
+        crash::point("failure-registered");
         self.release(log);
     }
 
     fn remove_files(&self, listener: &mut Listener, log: &Log) {
         note(log, listener.stop_listening());
+        crash::point("socket-removed");
         note(log, registry::remove_pid_file(Path::new(&self.record.pid_file), Some(self.record.pid)));
     }
 
@@ -111,11 +123,12 @@ fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-fn record_of(config: &Config) -> Record {
+/// The registration of a daemon for `config` with the process number `pid`.
+pub(super) fn record_of(config: &Config, pid: i32) -> Record {
     Record {
         schema: SCHEMA,
         name: config.name.clone(),
-        pid: rustix::process::getpid().as_raw_nonzero().get(),
+        pid,
         host: Host::current(),
         socket: config.socket.clone(),
         view: config.view.clone(),

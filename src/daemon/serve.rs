@@ -29,6 +29,7 @@ use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
+use crate::sys::crash;
 use crate::sys::process::trim_heap;
 use crate::units::ByteSize;
 
@@ -294,6 +295,7 @@ impl Server {
                 self.load.release(loaded);
             }
             (Some(Outcome::Loaded(Err(_)) | Outcome::Released), _) => {
+                crash::point("memory-released");
                 self.phase = Phase::Ended(Ending::Stopped);
             }
             (None, _) => {}
@@ -320,6 +322,7 @@ impl Server {
         );
         self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
         notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
+        crash::point("ready-notified");
         self.make_room_for_clients(loaded.links.len());
         self.phase = Phase::Ready(Resident { loaded, withdraw, progress });
         self.idle_since = Instant::now();
@@ -504,6 +507,7 @@ impl Server {
         self.listener.set_leasing(from);
         self.leases.take(from, process);
         self.log.line(format_args!("process {} took a lease", self.listener.pid(from)));
+        crash::point("leased");
         Ok(())
     }
 
@@ -552,6 +556,7 @@ impl Server {
     /// Withdraws the view and has the load ended or the memory given back, after which the loop ends.
     /// Gives what there is to know of the view.
     fn begin_stop(&mut self, remove_view: bool) -> Vec<String> {
+        crash::point("stop-received");
         notify(&[NotifyState::Stopping]);
         let mut notes = Vec::new();
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
@@ -562,6 +567,7 @@ impl Server {
             Phase::Ready(resident) => {
                 let Resident { loaded, withdraw, .. } = resident;
                 notes = self.withdraw(withdraw, remove_view);
+                crash::point("view-withdrawn");
                 self.load.release(loaded);
                 None
             }

@@ -17,13 +17,14 @@ use crate::control::frame::{self, Decoder};
 use crate::daemon::config::{Boot, Config, Orders};
 use crate::daemon::log::Log;
 use crate::daemon::preload;
-use crate::daemon::registered::Registered;
+use crate::daemon::registered::{Registered, record_of};
 use crate::daemon::serve::{Start, serve};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry::{BaseDir, Lock};
-use crate::sys::peer;
 use crate::sys::signals::{self, SignalDescriptor};
+use crate::sys::{crash, peer};
+use crate::view;
 
 /// The hidden command by which the program is executed again.
 pub const COMMAND: &str = "__daemon";
@@ -75,15 +76,30 @@ fn in_words(status: ExitStatus) -> String {
 pub fn spawn(config: &Config, lock: Lock) -> Result<Spawned> {
     let path = lock.path().to_owned();
     let held = lock.into_fd();
-    let spawned = spawn_with(config, &held);
-    if spawned.is_err() {
-        // The daemon removes it, too; but it may not have come so far.
-        Lock::from_fd(held, &path).and_then(Lock::remove_and_release).ok();
+    let mut pid = None;
+    let spawned = spawn_with(config, &held, &mut pid);
+    if spawned.is_err()
+        // It was removed already where the daemon ended in order.
+        && let Ok(lock) = Lock::from_fd(held, &path)
+    {
+        if let Some(pid) = pid {
+            clean_up_unregistered(config, pid, &lock);
+        }
+        lock.remove_and_release().ok();
     }
     spawned
 }
 
-fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
+/// Removes what the daemon `pid`, which was killed or hangs before its registration was heard of, left: the
+/// next command would not know the places that `config` names.
+fn clean_up_unregistered(config: &Config, pid: i32, lock: &Lock) {
+    let Ok(name) = config.name.parse() else { return };
+    let paths = BaseDir::prepared(config.base.clone().into()).paths(&name);
+    // What can't be removed is met again, with its reason, by whoever needs its place.
+    view::clean_up_crashed(&paths, Some(&record_of(config, pid)), lock, true);
+}
+
+fn spawn_with(config: &Config, held: &OwnedFd, pid: &mut Option<i32>) -> Result<Spawned> {
     let failed = |error: &std::io::Error| Error::os("start the daemon", error);
     let log = open_log(Path::new(&config.log_file))?;
     let (mut boot, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
@@ -96,17 +112,23 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
         .arg(COMMAND)
         .env_clear()
         .envs(VARIABLES_KEPT.iter().filter_map(|name| Some((name, std::env::var_os(name)?))))
+        .envs(crash::inherited())
         .current_dir("/")
         .stdin(written(&orders)?)
         .stdout(boot_writer)
         .stderr(log);
     let child = command.spawn().map_err(|error| Error::spawning("start the daemon", &error))?;
+    *pid = i32::try_from(child.id()).ok();
+    crash::point("daemon-spawned");
     drop(inherited);
     // The command holds the pipe's writing end, which must close for the reading end to see an end.
     drop(command);
     let mut spawned = Spawned { child };
     match read_boot(&mut boot) {
-        Ok(Some(Boot::Registered {})) => Ok(spawned),
+        Ok(Some(Boot::Registered {})) => {
+            crash::point("registration-heard");
+            Ok(spawned)
+        }
         Ok(Some(Boot::Failed(error))) => {
             let _ = spawned.child.wait();
             Err(error.into())
@@ -119,6 +141,7 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
         Err(error) => {
             // It may hang on a file system that does not answer, and must not come up later.
             let _ = spawned.child.kill();
+            let _ = spawned.ended();
             Err(error.context("the daemon did not come up"))
         }
     }
@@ -188,6 +211,7 @@ pub fn become_daemon() -> Result<()> {
         .and_then(|_| Orders::from_json(&orders))?;
     let lock =
         peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
+    crash::point("orders-read");
     let booted = detach().and_then(|signals| boot(orders.config, lock, signals));
     // The answer is the last use of the caller's pipe: it closes here, whatever the answer is.
     let message = match &booted {
@@ -196,6 +220,7 @@ pub fn become_daemon() -> Result<()> {
     };
     let told = frame::encode(&message, BOOT_BYTES_MAX).and_then(|frame| tell_and_close(&frame));
     let start = booted?;
+    crash::point("starter-told");
     if let Err(error) = told {
         // Nobody waits any more, but the load was asked for.
         start.log.line(error.message());

@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::load::{self, Counts, StartEngine, Watch};
 use crate::plan::Plan;
 use crate::source::Selection;
+use crate::sys::crash;
 
 /// How a selection is brought into memory.
 #[derive(Clone, Debug)]
@@ -84,6 +85,7 @@ pub fn load_with(
     watch: &dyn Watch,
 ) -> Result<Resident> {
     let backing = Backing::choose(settings.backing, plan.allocated_bytes(), plan.targets.len() as u64)?;
+    crash::point("backing-chosen");
     let filling =
         Filling::new(plan, &selection.files, &settings.cache_name, &backing, settings.lowest_descriptor);
     let counts = load::run(plan, &selection.files, start_engine, &filling, watch, &settings.options)?;

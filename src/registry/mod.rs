@@ -20,4 +20,4 @@ pub use cleanup::{clean_up_files, clean_up_registration, remove_pid_file, remove
 pub use lock::Lock;
 pub use name::Name;
 pub use paths::{Paths, SOCKET_PATH_BYTES_MAX, check_socket_path};
-pub use record::{Host, Liveness, Record, Registration, list, look_up};
+pub use record::{Host, Liveness, Record, Registration, list, look_up, unregistered};

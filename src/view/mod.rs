@@ -22,6 +22,7 @@ use crate::error::{Error, Kind, Result, shown};
 use crate::registry::dir::{self, Inode, failed};
 use crate::registry::{Lock, Paths, Record};
 use crate::source::DirectoryLink;
+use crate::sys::crash;
 
 pub use place::{check_outside, check_place};
 use spot::{ATTEMPTS_MAX, NEW, OLD, Spot};
@@ -119,6 +120,7 @@ fn publish_at(spot: &Spot, kept_dirname: Option<&str>, planned: Vec<Planned>) ->
     // Told before the work; what counts is the look just before the rename.
     refuse_what_stands(spot, standing::stand(spot)?.0)?;
     let aside = spot.make_aside(NEW)?;
+    crash::point("view-begun");
     let published = tree::build(&aside.directory, &planned, spot.path())
         .and_then(|()| fs::fstat(&aside.directory).map_err(failed("look at", spot.path())))
         .and_then(|top| Ok((Inode::of(&top), put_in_place(spot, &aside)?)));
@@ -144,7 +146,9 @@ fn put_in_place(spot: &Spot, aside: &spot::Aside) -> Result<Vec<String>> {
     for _ in 0..ATTEMPTS_MAX {
         match standing::stand(spot)? {
             (Standing::Absent | Standing::Empty, _) => {
+                crash::point("view-built");
                 if spot.put(&aside.name)? {
+                    crash::point("view-published");
                     return Ok(Vec::new());
                 }
             }
@@ -194,7 +198,9 @@ fn withdraw_from(spot: &Spot, view: &View, remove: bool) -> Result<Withdrawn> {
     let Some(aside) = spot.take_aside(view.top, !remove)? else {
         return Ok(Withdrawn { was_gone: true, ..Withdrawn::default() });
     };
+    crash::point("view-taken-aside");
     let strange = tree::clear(&spot.open_beside(&aside)?, &Ours::exactly(&view.planned));
+    crash::point("view-emptied");
     if strange.is_empty() {
         spot.remove_empty(&aside)?;
         return Ok(Withdrawn::default());
@@ -219,6 +225,7 @@ fn withdraw_crashed(at: &Path, daemon: Option<i32>, keep_empty_directory: bool) 
     match standing::stand(&spot)? {
         (Standing::Dead { .. }, Some(dead)) => {
             let aside = spot.take_aside(dead, keep_empty_directory)?;
+            crash::point("dead-view-taken-aside");
             // What stays of it now stays under another name, for its reason, and is a matter for the user.
             let discarded = |aside| match discard(&spot, aside) {
                 Ok(()) => format!("withdrew the dead view {}", shown(at)),
@@ -347,11 +354,14 @@ pub fn clean_up_crashed(
         Ok(told) => (told, None),
         Err(error) => (None, Some(error)),
     };
+    crash::point("dead-view-withdrawn");
     let mut lines: Vec<String> = told.into_iter().collect();
     lines.extend(remove_leftovers(at, held));
     lines.extend(crate::registry::clean_up_files(paths, record, held));
+    crash::point("dead-files-removed");
     if view_stays.is_none() {
         lines.extend(crate::registry::clean_up_registration(paths, held));
+        crash::point("dead-registration-removed");
     }
     CleanedUp { lines, view_stays }
 }

@@ -225,7 +225,7 @@ impl Sandbox {
     }
 
     /// The processes of this program that have a file of this sandbox open, such as their lock and log.
-    fn daemons(&self) -> Vec<Pid> {
+    pub(crate) fn daemons(&self) -> Vec<Pid> {
         let program = std::fs::metadata(env!("CARGO_BIN_EXE_iloader")).unwrap();
         let is_ours = |pid: &u32| {
             std::fs::metadata(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.ino() == program.ino())

@@ -4,6 +4,7 @@
 
 mod containers;
 mod copy;
+mod crash;
 mod dead;
 mod file_systems;
 mod harness;

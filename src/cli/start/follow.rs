@@ -15,6 +15,7 @@ use crate::control::message::{Operation, Progress, Reply};
 use crate::daemon::spawn::Spawned;
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry::{Lock, Record};
+use crate::sys::crash;
 use crate::sys::signals::{self, SignalDescriptor};
 use crate::units::ByteSize;
 use crate::view;
@@ -97,6 +98,7 @@ impl Follow {
         // Made late, so that a cache that is ready already shows none.
         let mut bar: Option<Bar> = None;
         self.send(wanted, Operation::Wait { progress: true })?;
+        crash::point("waiting");
         loop {
             // What was received already is looked at first: a short time to wait is enough for a cache
             // that is ready.
