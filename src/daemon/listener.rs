@@ -65,6 +65,8 @@ pub enum Event {
     Signal(i32),
     /// The descriptor given to [`Listener::watch_load`] is readable.
     Load,
+    /// The descriptor given to [`Listener::watch_removal`] is readable.
+    Removal,
     /// The deadline given to [`Listener::next`] passed.
     Deadline,
 }
@@ -75,6 +77,7 @@ enum Watched {
     Socket,
     Signals,
     Load,
+    Removal,
     Connection(ConnectionId),
     Process(ConnectionId),
 }
@@ -88,6 +91,7 @@ impl Watched {
             Watched::Load => 2,
             Watched::Connection(id) => id << 3 | 3,
             Watched::Process(id) => id << 3 | 4,
+            Watched::Removal => 5,
         })
     }
 
@@ -98,6 +102,7 @@ impl Watched {
             2 => Watched::Load,
             3 => Watched::Connection(data >> 3),
             4 => Watched::Process(data >> 3),
+            5 => Watched::Removal,
             _ => unreachable!("only data() makes these"),
         }
     }
@@ -153,6 +158,12 @@ impl Listener {
     pub fn watch_load(&self, descriptor: &impl AsFd) -> Result<()> {
         epoll::add(&self.epoll, descriptor, Watched::Load.data(), epoll::EventFlags::IN)
             .map_err(|errno| Error::os("watch the load", &errno.into()))
+    }
+
+    /// Makes [`Event::Removal`] of a readable `descriptor`, which stays open as long as this.
+    pub fn watch_removal(&self, descriptor: impl AsFd) -> Result<()> {
+        epoll::add(&self.epoll, descriptor, Watched::Removal.data(), epoll::EventFlags::IN)
+            .map_err(|errno| Error::os("watch for the removal of BASE", &errno.into()))
     }
 
     /// Makes one [`Event::ProcessEnded`] of the end of `process`, until its descriptor is closed.
@@ -260,6 +271,7 @@ impl Listener {
                 Watched::Socket => self.accept_all(),
                 Watched::Signals => self.take_signals()?,
                 Watched::Load => self.found.push_back(Event::Load),
+                Watched::Removal => self.found.push_back(Event::Removal),
                 Watched::Connection(id) => self.handle_ready(id, event.flags),
                 Watched::Process(id) => self.found.push_back(Event::ProcessEnded { lease: id }),
             }

@@ -1,6 +1,6 @@
 //! What a daemon has in files while it lives: lock, socket, pid file, registration; and their removal.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use crate::daemon::config::Config;
@@ -20,6 +20,8 @@ pub struct Registered {
     record_path: PathBuf,
     /// Keeps cleaners of temporary directories away from BASE.
     _hold: Option<OwnedFd>,
+    /// Wakes when the lock's file may have been removed; `None` where the user has no watch left.
+    removal: Option<OwnedFd>,
     /// Let go of last: whoever gets it must find nothing of ours.
     lock: Lock,
 }
@@ -38,6 +40,7 @@ impl Registered {
         let registered = Registered {
             record: record_of(config, rustix::process::getpid().as_raw_nonzero().get()),
             record_path: base.paths(&name).record,
+            removal: lock.watch_removal().map_err(|error| log.line(error.message())).ok(),
             _hold: base.hold().map_err(|error| log.line(error.message())).ok(),
             lock,
         };
@@ -75,6 +78,21 @@ impl Registered {
     /// Whether the files are still found: not so once BASE was removed or cleaned.
     pub fn is_in_place(&self) -> bool {
         self.lock.is_in_place().unwrap_or(false)
+    }
+
+    /// What becomes readable when [`Registered::is_removed`] may have become true.
+    pub fn removal(&self) -> Option<BorrowedFd<'_>> {
+        self.removal.as_ref().map(OwnedFd::as_fd)
+    }
+
+    /// Whether BASE was removed, or cleaned of our files: no command will find this cache by its name again. Not
+    /// so where BASE was moved. Acknowledges what [`Registered::removal`] had to say.
+    pub fn is_removed(&self) -> bool {
+        let mut events = [0u8; 4096];
+        if let Some(removal) = &self.removal {
+            while matches!(rustix::io::read(removal, &mut events), Ok(count) if count > 0) {}
+        }
+        self.lock.is_removed()
     }
 
     /// Removes everything, then lets go of the lock: the orderly end.

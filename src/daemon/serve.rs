@@ -12,6 +12,7 @@
 //! waits for the connection's end finds nothing left.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
@@ -45,6 +46,9 @@ const FINISH_MAX: Duration = Duration::from_secs(2);
 
 /// A service manager is told so often that a long load is alive, and believes it three times as long.
 const NOTIFY_EVERY: Duration = Duration::from_secs(10);
+
+/// How long a cache whose BASE was removed goes on without leases: time for who has just looked up its view.
+const REMOVED_GRACE: Duration = Duration::from_secs(10);
 
 /// An error names no more leases than this.
 const LEASES_NAMED_MAX: usize = 5;
@@ -86,6 +90,9 @@ pub fn serve(start: Start) -> Result<()> {
         shown(&config.source),
         std::process::id()
     ));
+    if let Some(Err(error)) = registered.removal().map(|removal| listener.watch_removal(removal)) {
+        log.line(error.message());
+    }
     let reports_to_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
     let mut server = Server {
         config,
@@ -102,6 +109,7 @@ pub fn serve(start: Start) -> Result<()> {
         progress_waits: false,
         idle_since: Instant::now(),
         notify_due: reports_to_manager.then(Instant::now),
+        removed: None,
     };
     let ending = server.run();
     server.end(ending)
@@ -128,6 +136,8 @@ struct Server {
     idle_since: Instant,
     /// When the service manager is to be told that the load goes on, where there is one.
     notify_due: Option<Instant>,
+    /// When it was noticed that BASE was removed.
+    removed: Option<Instant>,
 }
 
 enum Phase {
@@ -174,6 +184,7 @@ impl Server {
                 }
                 Ok(Event::Signal(signal)) => self.handle_signal(signal),
                 Ok(Event::Load) => self.handle_load(),
+                Ok(Event::Removal) => self.notice_removal(),
                 Ok(Event::Deadline) => self.handle_deadline(Instant::now()),
                 Err(error) => self.fail(error),
             }
@@ -210,8 +221,7 @@ impl Server {
             Phase::Ready(_) => {
                 self.give_up_stops(now);
                 if self.eviction_due().is_some_and(|due| now >= due) {
-                    self.log.line("nobody has had a lease for --idle-ttl: it is evicted");
-                    self.begin_stop(false);
+                    self.evict();
                 }
             }
             Phase::Stopping { until } => {
@@ -261,8 +271,45 @@ impl Server {
 
     /// When an idle cache is to go.
     fn eviction_due(&self) -> Option<Instant> {
-        let ttl = Duration::try_from_secs_f64(self.config.idle_ttl_seconds?).ok()?;
-        if self.leases.count() > 0 { None } else { self.idle_since.checked_add(ttl) }
+        if self.leases.count() > 0 {
+            return None;
+        }
+        let ttl = self.config.idle_ttl_seconds.and_then(|ttl| Duration::try_from_secs_f64(ttl).ok());
+        let idle = ttl.and_then(|ttl| self.idle_since.checked_add(ttl));
+        let removed = self.removed.map(|removed| removed.max(self.idle_since) + REMOVED_GRACE);
+        idle.into_iter().chain(removed).min()
+    }
+
+    fn evict(&mut self) {
+        if self.removed.is_some() {
+            self.log.line("BASE was removed, and nobody has a lease: it ends");
+            // The user wanted all that stands in BASE gone; a directory at another place is his own.
+            let remove_view = Path::new(&self.config.view).starts_with(&self.config.base);
+            self.begin_stop(remove_view);
+        } else {
+            self.log.line("nobody has had a lease for --idle-ttl: it is evicted");
+            self.begin_stop(false);
+        }
+    }
+
+    /// Who removes BASE wants its caches gone. One that is ready ends when its leases have, after a moment; a
+    /// load is given up, because its view would make BASE anew.
+    fn notice_removal(&mut self) {
+        if self.removed.is_some() || !self.registered.is_removed() {
+            return;
+        }
+        self.removed = Some(Instant::now());
+        let base = shown(&self.config.base);
+        match self.phase {
+            Phase::Loading => {
+                let what = format!("{base} was removed while '{}' was loaded", self.config.name);
+                self.fail(Error::new(Kind::Failed, what).hint("start it again"));
+            }
+            Phase::Ready(_) => {
+                self.log.line(format_args!("{base} was removed: it ends when no lease is left"))
+            }
+            Phase::Stopping { .. } | Phase::Ended(_) => {}
+        }
     }
 
     fn give_up_stops(&mut self, now: Instant) {
@@ -388,6 +435,8 @@ impl Server {
     // Requests.
 
     fn handle_request(&mut self, from: ConnectionId, operation: Operation) {
+        // The watch tells earlier, where there is one.
+        self.notice_removal();
         let is_waiting = self.waiters.contains_key(&from) || self.stops.iter().any(|stop| stop.from == from);
         match operation {
             Operation::Cancel {} => self.cancel(from),
@@ -636,11 +685,15 @@ impl Server {
         };
         let is_idle = resident.is_some() && self.leases.count() == 0;
         let mut warnings = report.warnings;
-        if !self.registered.is_in_place() {
-            let base = shown(&config.base);
+        if self.removed.is_some() {
             warnings.push(format!(
-                "{base} was removed or cleaned: other commands do not find this cache by its name"
+                "{} was removed or cleaned: no command finds this cache by its name, and it ends when no lease \
+                 is left",
+                shown(&config.base)
             ));
+        } else if !self.registered.is_in_place() {
+            let base = shown(&config.base);
+            warnings.push(format!("{base} was moved: no command finds this cache by its name there"));
         }
         Status {
             name: config.name.clone(),

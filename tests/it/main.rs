@@ -12,6 +12,7 @@ mod immutable;
 mod leases;
 mod main_job;
 mod make_model;
+mod removed;
 mod resting;
 mod reuse;
 mod start;
