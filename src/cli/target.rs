@@ -331,7 +331,7 @@ impl Target {
             Reply::Ready { .. } => "readiness",
             Reply::Leased(_) => "a lease",
             Reply::Stopping { .. } => "its own end",
-            Reply::Error(error) => return Error::from(error.clone()),
+            Reply::Error(error) | Reply::Busy(error) => return Error::from(error.clone()),
         };
         Error::new(Kind::Failed, format!("the daemon of {} answered with {kind} out of turn", self.label()))
             .hint("use the program version that started the cache")

@@ -208,7 +208,7 @@ impl Listener {
         let unread: usize = self.connections.values().map(Connection::unread_bytes).sum();
         let frame = frame::encode(reply, REPLY_BYTES_MAX).and_then(|frame| {
             if unread > 0 && unread + frame.len() > UNREAD_BYTES_MAX {
-                return Err(too_busy("too many answers wait to be read"));
+                return Ok(too_busy("too many answers wait to be read"));
             }
             Ok(frame)
         });
@@ -306,7 +306,7 @@ impl Listener {
         if let Some(socket) = &self.socket
             && let Ok(descriptor) = accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
         {
-            refuse(descriptor, &too_busy("it has no file descriptor left (see ulimit -n)"));
+            refuse(&descriptor, &too_busy("it has no file descriptor left (see ulimit -n)"));
         }
         self.spare = spare_descriptor();
     }
@@ -315,11 +315,12 @@ impl Listener {
         let Ok(peer) = peer::credentials(descriptor.as_fd()) else { return };
         if peer.uid != 0 && peer.uid != rustix::process::geteuid().as_raw() {
             let what = format!("this cache belongs to another user than {}", peer.uid);
-            return refuse(descriptor, &Error::new(Kind::Failed, what).hint("start one of your own"));
+            let error = Error::new(Kind::Failed, what).hint("start one of your own");
+            return refuse(&descriptor, &error_frame(&error));
         }
         let open = self.connections.values().filter(|connection| connection.role != Role::Leasing).count();
         if open >= CONNECTIONS_MAX {
-            return refuse(descriptor, &too_busy(&format!("it has {open} connections already")));
+            return refuse(&descriptor, &too_busy(&format!("it has {open} connections already")));
         }
         let mut connection = Connection::new(descriptor, peer);
         let id = self.next_id;
@@ -476,8 +477,11 @@ fn spare_descriptor() -> Option<OwnedFd> {
     std::fs::File::open("/dev/null").ok().map(OwnedFd::from)
 }
 
-fn too_busy(why: &str) -> Error {
-    Error::new(Kind::Failed, format!("the daemon can't take more now: {why}")).hint("try again in a moment")
+/// The answer for which the client asks again in a moment.
+fn too_busy(why: &str) -> Vec<u8> {
+    let error = Error::new(Kind::NoRoom, format!("the daemon can't take more now: {why}"))
+        .hint("try again in a moment, or with a longer timeout");
+    frame::encode(&Reply::Busy(Failure::from(&error)), REPLY_BYTES_MAX).unwrap_or_default()
 }
 
 fn error_frame(error: &Error) -> Vec<u8> {
@@ -486,6 +490,6 @@ fn error_frame(error: &Error) -> Vec<u8> {
 }
 
 /// Tells a connection that was not admitted why, as far as its buffer takes it, which is far.
-fn refuse(descriptor: OwnedFd, error: &Error) {
-    let _ = rustix::io::write(&descriptor, &error_frame(error));
+fn refuse(descriptor: &OwnedFd, frame: &[u8]) {
+    let _ = rustix::io::write(descriptor, frame);
 }
