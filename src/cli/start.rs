@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::output;
 use crate::daemon::log::Log;
+use crate::daemon::serve::Ended;
 use crate::daemon::spawn::{self, Spawned};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
@@ -146,5 +147,17 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
         return already(format!("another command is starting or ending '{name}'"));
     };
     let lock = clean_up(wanted, lock)?;
-    spawn::run_in_foreground(wanted.config.clone(), lock, log)
+    match spawn::run_in_foreground(wanted.config.clone(), lock, log)? {
+        Ended::Ready => Ok(()),
+        Ended::Loading { signal: None } => {
+            Err(Error::new(Kind::NotFound, format!("'{name}' was stopped while it loaded"))
+                .hint("start it again"))
+        }
+        Ended::Loading { signal: Some(signal) } => {
+            // To whoever watches this process it ended by that signal: neither a success nor a failure of its own.
+            output::note(&format!("signal {signal} ended '{name}' while it loaded; nothing of it is left"));
+            signals::end_by(signal);
+            Err(Error::new(Kind::Cancelled, format!("signal {signal} ended '{name}'")).hint("start it again"))
+        }
+    }
 }

@@ -33,6 +33,9 @@ pub const DESCRIPTORS_OWN: u64 = 512;
 /// Those of them that have nothing to do with the load.
 const DESCRIPTORS_SERVING: u64 = 256;
 
+/// The stack of a worker's thread, of which little is ever touched.
+const STACK_BYTES: u64 = 2 << 20;
+
 /// What each file under way has open: the source, perhaps twice, and the memory file, perhaps twice.
 const DESCRIPTORS_OF_FILE: u64 = 4;
 
@@ -118,12 +121,13 @@ fn random() -> u64 {
 fn admit(config: &Config, plan: &Plan, settings: &Settings) -> Result<budget::Grant> {
     let workers = settings.options.workers;
     limits::check_file_size(plan.bytes_of_longest())?;
+    let need_bytes = memory::need_bytes(plan, &settings.engine, workers);
     // A worker maps the file that it is finishing and the one that it goes on to.
-    limits::check_address_space(
-        plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes()),
-    )?;
+    let mapped = plan.bytes_of_longest().saturating_mul(workers as u64 + 1).min(plan.bytes());
+    let stacks = workers as u64 * STACK_BYTES;
+    limits::check_memory(mapped, need_bytes.saturating_sub(plan.allocated_bytes()).saturating_add(stacks))?;
     let request = budget::Request {
-        need_bytes: memory::need_bytes(plan, &settings.engine, workers),
+        need_bytes,
         memory_fraction: config.limits.memory_fraction,
         reserve_bytes: config.limits.reserve_bytes,
         memory_bytes_max: config.limits.memory_bytes_max,

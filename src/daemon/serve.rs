@@ -71,9 +71,21 @@ pub struct Start {
     pub work: Work,
 }
 
+/// How a cache ended that did not fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// It was ready, and was stopped.
+    Ready,
+    /// It was stopped while it was loaded.
+    Loading {
+        /// The signal that stopped it, where it was one.
+        signal: Option<i32>,
+    },
+}
+
 /// Loads, serves, and ends. Returns when the cache is stopped and nothing of it is left; an error where the
 /// load failed.
-pub fn serve(start: Start) -> Result<()> {
+pub fn serve(start: Start) -> Result<Ended> {
     let Start { config, mut listener, registered, log, work } = start;
     let Work { load, publish } = work;
     let load = match Load::start(load).and_then(|load| listener.watch_load(&load).map(|()| load)) {
@@ -110,6 +122,7 @@ pub fn serve(start: Start) -> Result<()> {
         idle_since: Instant::now(),
         notify_due: reports_to_manager.then(Instant::now),
         removed: None,
+        ended: Ended::Ready,
     };
     let ending = server.run();
     server.end(ending)
@@ -138,6 +151,8 @@ struct Server {
     notify_due: Option<Instant>,
     /// When it was noticed that BASE was removed.
     removed: Option<Instant>,
+    /// What it will have been.
+    ended: Ended,
 }
 
 enum Phase {
@@ -243,6 +258,9 @@ impl Server {
         let leases = self.leases.count();
         self.log.line(format_args!("signal {signal}: it is stopped, with {leases} live leases"));
         self.begin_stop(false);
+        if let Ended::Loading { signal: by } = &mut self.ended {
+            *by = Some(signal);
+        }
     }
 
     fn handle_closed(&mut self, connection: ConnectionId) {
@@ -611,6 +629,7 @@ impl Server {
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
             Phase::Loading => {
                 self.load.cancel();
+                self.ended = Ended::Loading { signal: None };
                 Some(Instant::now() + LOAD_END_MAX)
             }
             Phase::Ready(resident) => {
@@ -642,12 +661,12 @@ impl Server {
         notes
     }
 
-    fn end(self, ending: Ending) -> Result<()> {
-        let Server { registered, mut listener, log, .. } = self;
+    fn end(self, ending: Ending) -> Result<Ended> {
+        let Server { registered, mut listener, log, ended, .. } = self;
         let outcome = match ending {
             Ending::Stopped => {
                 registered.remove(&mut listener, &log);
-                Ok(())
+                Ok(ended)
             }
             Ending::Failed { error, was_told: true } => {
                 registered.remove(&mut listener, &log);

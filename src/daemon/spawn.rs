@@ -18,7 +18,7 @@ use crate::daemon::config::{Boot, Config, Orders};
 use crate::daemon::log::Log;
 use crate::daemon::preload;
 use crate::daemon::registered::{Registered, record_of};
-use crate::daemon::serve::{Start, serve};
+use crate::daemon::serve::{Ended, Start, serve};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry::{BaseDir, Lock};
@@ -59,6 +59,38 @@ impl Spawned {
             }
         }
     }
+}
+
+/// The error for a daemon that ended as `how` says, with nothing said by itself.
+pub fn ended_early(config: &Config, how: &str) -> Error {
+    let (name, log) = (&config.name, shown(&config.log_file));
+    if ran_out_of_memory(Path::new(&config.log_file)) {
+        let what = format!(
+            "the daemon of '{name}' {how}: memory for its own was refused, by a limit (RLIMIT_AS, RLIMIT_DATA) or by \
+             the kernel (vm.overcommit_memory)"
+        );
+        return Error::new(Kind::NoRoom, what)
+            .hint("raise the limit (ulimit -v, ulimit -d; systemd: LimitAS=, LimitDATA=), or free memory");
+    }
+    Error::new(Kind::Failed, format!("the daemon of '{name}' {how}")).hint(format!(
+        "its log may say why: {log}; the kernel kills when memory runs out, and dmesg then says so"
+    ))
+}
+
+/// Whether the last thing in a log is that an allocation failed: the standard library then ends the process.
+fn ran_out_of_memory(log: &Path) -> bool {
+    const TAIL_BYTES: i64 = 512;
+    let tail = || {
+        // A named pipe must not hold us up.
+        let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(log).ok()?;
+        let length = i64::try_from(file.metadata().ok()?.len()).ok()?;
+        file.seek(std::io::SeekFrom::End(-TAIL_BYTES.min(length))).ok()?;
+        let mut tail = Vec::new();
+        file.take(TAIL_BYTES as u64).read_to_end(&mut tail).ok()?;
+        Some(String::from_utf8_lossy(&tail).into_owned())
+    };
+    let last_line = |text: String| text.trim_end().lines().last().map(str::to_owned);
+    tail().and_then(last_line).is_some_and(|line| line.starts_with("memory allocation of "))
 }
 
 fn in_words(status: ExitStatus) -> String {
@@ -135,8 +167,7 @@ fn spawn_with(config: &Config, held: &OwnedFd, pid: &mut Option<i32>) -> Result<
         }
         Ok(None) => {
             let how = spawned.ended().unwrap_or_else(|| "closed its standard output".to_owned());
-            Err(Error::new(Kind::Failed, format!("the daemon {how} before it was registered"))
-                .hint(format!("its log may say why: {}", shown(&config.log_file))))
+            Err(ended_early(config, &format!("{how} before it was registered")))
         }
         Err(error) => {
             // It may hang on a file system that does not answer, and must not come up later.
@@ -225,7 +256,7 @@ pub fn become_daemon() -> Result<()> {
         // Nobody waits any more, but the load was asked for.
         start.log.line(error.message());
     }
-    serve(start)
+    serve(start).map(drop)
 }
 
 /// Leaves the caller's session, directory, streams, signals and umask behind.
@@ -274,7 +305,7 @@ fn tell_and_close(frame: &[u8]) -> Result<()> {
 
 /// Is the daemon in this process, for `start --foreground`. Log lines go to `log`. Returns when the cache has
 /// ended. The caller's streams, session and environment stay. `lock` is the name's, held, and let go of in any case.
-pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
+pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<Ended> {
     let signals = match settle_in_foreground() {
         Ok(signals) => signals,
         Err(error) => {

@@ -12,8 +12,8 @@ use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::frame::timespec;
 use crate::control::message::{Operation, Progress, Reply};
-use crate::daemon::spawn::Spawned;
-use crate::error::{Error, Kind, Result, shown};
+use crate::daemon::spawn::{self, Spawned};
+use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
 use crate::sys::crash;
 use crate::sys::signals::{self, SignalDescriptor};
@@ -131,7 +131,10 @@ impl Follow {
                         return Err(self.cancel(wanted));
                     }
                     if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                        return Err(self.out_of_time(wanted));
+                        return Err(match self.client.is_stopped() {
+                            true => error.context(format_args!("'{}' is not ready", wanted.config.name)),
+                            false => self.out_of_time(wanted),
+                        });
                     }
                     interrupt.wait(&self.client, deadline)?;
                 }
@@ -197,7 +200,6 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
     if error.kind() != Kind::NotFound {
         return error;
     }
-    let name = &wanted.config.name;
     let how = spawned.and_then(Spawned::ended).unwrap_or_else(|| "ended".to_owned());
     let failure_of = |record: &Option<Record>| record.as_ref().and_then(Record::failure);
     let mut failure = failure_of(&Record::read(&wanted.paths.record).ok().flatten());
@@ -212,8 +214,5 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
     if let Some(failure) = failure {
         return failure;
     }
-    Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready")).hint(format!(
-        "its log may say why: {}; the kernel kills when memory runs out, and dmesg then says so",
-        shown(&wanted.config.log_file)
-    ))
+    spawn::ended_early(&wanted.config, &format!("{how} before it was ready"))
 }
