@@ -164,7 +164,7 @@ fn put_in_place(spot: &Spot, aside: &spot::Aside) -> Result<Vec<String>> {
                     spot.exchange(&aside.name)?;
                     continue;
                 }
-                return Ok(discard(spot, &aside.name)
+                return Ok(discard(spot, &aside.name, false)
                     .err()
                     .map(|e| e.message().to_owned())
                     .into_iter()
@@ -202,7 +202,7 @@ fn withdraw_from(spot: &Spot, view: &View, remove: bool) -> Result<Withdrawn> {
     let strange = tree::clear(&spot.open_beside(&aside)?, &Ours::exactly(&view.planned));
     crash::point("view-emptied");
     if strange.is_empty() {
-        spot.remove_empty(&aside)?;
+        spot.settle(&aside, !remove)?;
         return Ok(Withdrawn::default());
     }
     // Somebody wrote there: it must be found where it was written. Unless the path was taken meanwhile.
@@ -227,7 +227,7 @@ fn withdraw_crashed(at: &Path, daemon: Option<i32>, keep_empty_directory: bool) 
             let aside = spot.take_aside(dead, keep_empty_directory)?;
             crash::point("dead-view-taken-aside");
             // What stays of it now stays under another name, for its reason, and is a matter for the user.
-            let discarded = |aside| match discard(&spot, aside) {
+            let discarded = |aside| match discard(&spot, aside, keep_empty_directory) {
                 Ok(()) => format!("withdrew the dead view {}", shown(at)),
                 Err(error) => error.message().to_owned(),
             };
@@ -244,16 +244,16 @@ fn withdraw_crashed(at: &Path, daemon: Option<i32>, keep_empty_directory: bool) 
 
 fn take_dead_away(spot: &Spot, dead: Inode, keep_empty_directory: bool) -> Result<bool> {
     match spot.take_aside(dead, keep_empty_directory)? {
-        Some(aside) => discard(spot, &aside).map(|()| true),
+        Some(aside) => discard(spot, &aside, keep_empty_directory).map(|()| true),
         None => Ok(false),
     }
 }
 
-/// Removes what was found to be a dead view and taken aside.
-fn discard(spot: &Spot, aside: &std::ffi::OsStr) -> Result<()> {
+/// Removes what was found to be a dead view and taken aside; an empty directory stays where `leave_empty`.
+fn discard(spot: &Spot, aside: &std::ffi::OsStr, leave_empty: bool) -> Result<()> {
     let left = tree::clear(&spot.open_beside(aside)?, &Ours::AnyLink);
     match left.first() {
-        None => spot.remove_empty(aside),
+        None => spot.settle(aside, leave_empty),
         Some(first) => {
             let error = format!("{} of the dead view stays: it holds {first}", shown(spot.beside(aside)));
             Err(Error::new(Kind::Failed, error).hint("look at it and remove it by hand"))
@@ -304,7 +304,7 @@ fn remove_leftover(spot: &Spot, name: &std::ffi::OsStr) -> Option<String> {
     if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
         return None;
     }
-    match discard(spot, name) {
+    match discard(spot, name, false) {
         Ok(()) => Some(format!("removed the half-made view {path}")),
         Err(error) => Some(error.message().to_owned()),
     }

@@ -6,6 +6,7 @@ mod containers;
 mod copy;
 mod crash;
 mod dead;
+mod disk_full;
 mod file_systems;
 mod hangs;
 mod harness;

@@ -509,7 +509,7 @@ fn a_base_that_was_moved_and_a_socket_that_was_removed_are_said() {
 }
 
 /// Commands in a mount namespace of their own, where `base` is what `script` makes of it.
-fn in_own_mounts(sandbox: &Sandbox, base: &Path, script: &str) -> Option<Ran> {
+pub(crate) fn in_own_mounts(sandbox: &Sandbox, base: &Path, script: &str) -> Option<Ran> {
     let mut unshare = vec!["unshare", "--mount", "--map-root-user"];
     if rustix::process::geteuid().is_root() {
         unshare.truncate(2);
