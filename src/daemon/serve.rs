@@ -12,7 +12,6 @@
 //! waits for the connection's end finds nothing left.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
@@ -46,9 +45,6 @@ const FINISH_MAX: Duration = Duration::from_secs(2);
 
 /// A service manager is told so often that a long load is alive, and believes it three times as long.
 const NOTIFY_EVERY: Duration = Duration::from_secs(10);
-
-/// How long a cache whose BASE was removed goes on without leases: time for who has just looked up its view.
-const REMOVED_GRACE: Duration = Duration::from_secs(10);
 
 /// An error names no more leases than this.
 const LEASES_NAMED_MAX: usize = 5;
@@ -294,40 +290,7 @@ impl Server {
         }
         let ttl = self.config.idle_ttl_seconds.and_then(|ttl| Duration::try_from_secs_f64(ttl).ok());
         let idle = ttl.and_then(|ttl| self.idle_since.checked_add(ttl));
-        let removed = self.removed.map(|removed| removed.max(self.idle_since) + REMOVED_GRACE);
-        idle.into_iter().chain(removed).min()
-    }
-
-    fn evict(&mut self) {
-        if self.removed.is_some() {
-            self.log.line("BASE was removed, and nobody has a lease: it ends");
-            // The user wanted all that stands in BASE gone; a directory at another place is his own.
-            let remove_view = Path::new(&self.config.view).starts_with(&self.config.base);
-            self.begin_stop(remove_view);
-        } else {
-            self.log.line("nobody has had a lease for --idle-ttl: it is evicted");
-            self.begin_stop(false);
-        }
-    }
-
-    /// Who removes BASE wants its caches gone. One that is ready ends when its leases have, after a moment; a
-    /// load is given up, because its view would make BASE anew.
-    fn notice_removal(&mut self) {
-        if self.removed.is_some() || !self.registered.is_removed() {
-            return;
-        }
-        self.removed = Some(Instant::now());
-        let base = shown(&self.config.base);
-        match self.phase {
-            Phase::Loading => {
-                let what = format!("{base} was removed while '{}' was loaded", self.config.name);
-                self.fail(Error::new(Kind::Failed, what).hint("start it again"));
-            }
-            Phase::Ready(_) => {
-                self.log.line(format_args!("{base} was removed: it ends when no lease is left"))
-            }
-            Phase::Stopping { .. } | Phase::Ended(_) => {}
-        }
+        idle.into_iter().chain(self.removal_due()).min()
     }
 
     fn give_up_stops(&mut self, now: Instant) {
@@ -752,5 +715,6 @@ fn notify(states: &[NotifyState<'_>]) {
     let _ = sd_notify::notify(states);
 }
 
+mod removal;
 #[cfg(test)]
 mod tests;
