@@ -206,11 +206,9 @@ impl Listener {
     pub fn reply(&mut self, to: ConnectionId, reply: &Reply) {
         self.set_role(to, Role::Asking);
         let unread: usize = self.connections.values().map(Connection::unread_bytes).sum();
-        let frame = frame::encode(reply, REPLY_BYTES_MAX).and_then(|frame| {
-            if unread > 0 && unread + frame.len() > UNREAD_BYTES_MAX {
-                return Ok(too_busy("too many answers wait to be read"));
-            }
-            Ok(frame)
+        let frame = frame::encode(reply, REPLY_BYTES_MAX).map(|frame| {
+            let fits = unread == 0 || unread + frame.len() <= UNREAD_BYTES_MAX;
+            if fits { frame } else { too_busy("too many answers wait to be read") }
         });
         let frame = frame.unwrap_or_else(|error| error_frame(&error));
         self.send_to(to, &frame);
