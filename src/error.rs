@@ -118,7 +118,9 @@ impl Error {
     fn way_out(self, cause: &io::Error) -> Error {
         match cause.raw_os_error() {
             Some(libc::EFBIG) => self.hint("raise the limit: ulimit -S -f unlimited (systemd: LimitFSIZE=)"),
-            Some(libc::EMFILE) => self.hint("raise the limit: ulimit -n 4096 (systemd: LimitNOFILE=)"),
+            Some(libc::EMFILE) => self.hint(
+                "raise the limit: ulimit -n 4096 (systemd: LimitNOFILE=, containers: --ulimit nofile=)",
+            ),
             Some(libc::ENFILE) => {
                 self.hint("close other programs, or have root raise it: sysctl fs.file-max")
             }

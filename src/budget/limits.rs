@@ -1,4 +1,5 @@
-//! The limits of this process, met before anything is half-made: descriptors, file size, address space.
+//! The limits of this process, met before anything is half-made: descriptors, file size, address space, data
+//! and stack.
 //!
 //! Each check is a pure decision over a [`Limit`] and a thin shell that asks the kernel for it.
 
@@ -97,40 +98,110 @@ fn file_size_fits(largest: u64, limit: Limit) -> Result<()> {
     Err(Error::new(Kind::NoRoom, message).hint(way_out(largest, limit, "-f", "LimitFSIZE=", "fsize")))
 }
 
-/// Whether `bytes` more of address space can be mapped.
+/// What a process of ours maps beside segments and buffers: its heap, the stacks of some threads, and what the C
+/// library sets aside for them. Where memory cannot be had for these, a program ends without a word.
+pub const OWN_BYTES: u64 = 24 << 20;
+
+/// The smallest stack that the command line is read on.
+const STACK_BYTES_MIN: u64 = 512 << 10;
+
+/// Whether `mapped` bytes more of address space can be mapped, and `data` bytes more of it be private memory: heap,
+/// buffers and stacks. Both without [`OWN_BYTES`], which come on top.
 ///
 /// # Errors
 ///
-/// [`Kind::NoRoom`] where the limit leaves less; where there is a limit, also when `/proc/self/statm`
+/// [`Kind::NoRoom`] where a limit leaves less; where there is a limit, also when `/proc/self/statm`
 /// cannot be read.
-pub fn check_address_space(bytes: u64) -> Result<()> {
-    let limit = Limit::from(getrlimit(Resource::As));
-    if limit.soft.is_none() {
-        return Ok(());
+pub fn check_memory(mapped: u64, data: u64) -> Result<()> {
+    for (space, bytes) in [(ADDRESS_SPACE, mapped.saturating_add(data)), (DATA, data)] {
+        let limit = Limit::from(getrlimit(space.resource));
+        if limit.soft.is_none() {
+            continue;
+        }
+        let path = Path::new("/proc/self/statm");
+        let statm = std::fs::read_to_string(path).map_err(|cause| Error::io("read", path, &cause))?;
+        let in_use =
+            pages_bytes(&statm, space.field, rustix::param::page_size() as u64).ok_or_else(|| {
+                Error::new(Kind::Failed, format!("cannot read the mapped pages from {}", path.display()))
+            })?;
+        space_fits(&space, bytes.saturating_add(OWN_BYTES), in_use, limit)?;
     }
-    let path = Path::new("/proc/self/statm");
-    let statm = std::fs::read_to_string(path).map_err(|cause| Error::io("read", path, &cause))?;
-    let in_use = mapped_bytes(&statm, rustix::param::page_size() as u64).ok_or_else(|| {
-        Error::new(Kind::Failed, format!("cannot read the mapped pages from {}", path.display()))
-    })?;
-    address_space_fits(bytes, in_use, limit)
+    Ok(())
 }
 
-/// The address space in use, from `/proc/self/statm`.
-fn mapped_bytes(statm: &str, page_bytes: u64) -> Option<u64> {
-    statm.split_ascii_whitespace().next()?.parse::<u64>().ok()?.checked_mul(page_bytes)
+/// A limit on what is mapped.
+struct Space {
+    resource: Resource,
+    /// The field of `/proc/self/statm` that says what of it is in use, in pages.
+    field: usize,
+    what: &'static str,
+    name: &'static str,
+    flag: &'static str,
+    unit_line: &'static str,
+    container: &'static str,
 }
 
-fn address_space_fits(bytes: u64, in_use: u64, limit: Limit) -> Result<()> {
+const ADDRESS_SPACE: Space = Space {
+    resource: Resource::As,
+    field: 0,
+    what: "address space",
+    name: "RLIMIT_AS",
+    flag: "-v",
+    unit_line: "LimitAS=",
+    container: "as",
+};
+
+const DATA: Space = Space {
+    resource: Resource::Data,
+    field: 5,
+    what: "private memory",
+    name: "RLIMIT_DATA",
+    flag: "-d",
+    unit_line: "LimitDATA=",
+    container: "data",
+};
+
+/// A number of pages in `/proc/self/statm`, in bytes.
+fn pages_bytes(statm: &str, field: usize, page_bytes: u64) -> Option<u64> {
+    statm.split_ascii_whitespace().nth(field)?.parse::<u64>().ok()?.checked_mul(page_bytes)
+}
+
+fn space_fits(space: &Space, bytes: u64, in_use: u64, limit: Limit) -> Result<()> {
     let needed = bytes.saturating_add(in_use);
     let Some(soft) = limit.soft.filter(|soft| needed > *soft) else { return Ok(()) };
+    let Space { what, name, .. } = space;
     let message = format!(
-        "needs {} of address space beside the {} in use, but this process may only map {} (RLIMIT_AS)",
+        "needs {} of {what} beside the {} in use, but this process may only have {} ({name})",
         ByteSize(bytes),
         ByteSize(in_use),
         ByteSize(soft)
     );
-    Err(Error::new(Kind::NoRoom, message).hint(way_out(needed, limit, "-v", "LimitAS=", "as")))
+    Err(Error::new(Kind::NoRoom, message).hint(way_out(
+        needed,
+        limit,
+        space.flag,
+        space.unit_line,
+        space.container,
+    )))
+}
+
+/// Whether the stack is large enough for a program of this size, to be asked before much of it is used.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`] where it is not.
+pub fn check_stack() -> Result<()> {
+    stack_fits(getrlimit(Resource::Stack).into())
+}
+
+fn stack_fits(limit: Limit) -> Result<()> {
+    let Some(soft) = limit.soft.filter(|soft| *soft < STACK_BYTES_MIN) else { return Ok(()) };
+    let message = format!(
+        "needs a stack of {}, but this process may only have {} (RLIMIT_STACK)",
+        ByteSize(STACK_BYTES_MIN),
+        ByteSize(soft)
+    );
+    Err(Error::new(Kind::NoRoom, message).hint(way_out(STACK_BYTES_MIN, limit, "-s", "LimitSTACK=", "stack")))
 }
 
 /// Mappings that a process needs beside those of locked segments while it loads: program, heap, the stacks of its
@@ -308,15 +379,26 @@ mod tests {
 
     #[test]
     fn address_space_counts_what_is_mapped() {
-        assert_eq!(mapped_bytes("1000 200 30 4 0 50 0\n", 4096), Some(4_096_000));
-        assert_eq!(mapped_bytes("", 4096), None);
-        assert_eq!(mapped_bytes("18446744073709551615 1", 4096), None);
-        assert!(address_space_fits(600, 400, limit(1000, 1000)).is_ok());
-        let error = address_space_fits(601, 400, limit(1000, 1000)).unwrap_err();
-        assert_eq!(error.kind(), Kind::NoRoom);
-        assert!(error.message().contains("RLIMIT_AS"), "{error}");
-        assert!(address_space_fits(u64::MAX, 400, limit(1000, 1000)).is_err());
-        assert!(address_space_fits(u64::MAX, u64::MAX, NONE).is_ok());
-        assert!(check_address_space(4096).is_ok());
+        assert_eq!(pages_bytes("1000 200 30 4 0 50 0\n", 0, 4096), Some(4_096_000));
+        assert_eq!(pages_bytes("1000 200 30 4 0 50 0\n", 5, 4096), Some(50 * 4096));
+        assert_eq!(pages_bytes("", 0, 4096), None);
+        assert_eq!(pages_bytes("18446744073709551615 1", 0, 4096), None);
+        for (space, name) in [(ADDRESS_SPACE, "RLIMIT_AS"), (DATA, "RLIMIT_DATA")] {
+            assert!(space_fits(&space, 600, 400, limit(1000, 1000)).is_ok());
+            let error = space_fits(&space, 601, 400, limit(1000, 1000)).unwrap_err();
+            assert_eq!(error.kind(), Kind::NoRoom);
+            assert!(error.message().contains(name), "{error}");
+            assert!(space_fits(&space, u64::MAX, 400, limit(1000, 1000)).is_err());
+            assert!(space_fits(&space, u64::MAX, u64::MAX, NONE).is_ok());
+        }
+        assert!(check_memory(4096, 4096).is_ok());
+    }
+
+    #[test]
+    fn a_small_stack_is_named() {
+        assert!(check_stack().is_ok() && stack_fits(NONE).is_ok());
+        let error = stack_fits(Limit { soft: Some(64 << 10), hard: None }).unwrap_err();
+        assert!(error.message().contains("RLIMIT_STACK"), "{error}");
+        assert_eq!(error.hint_text(), Some("raise it first: ulimit -S -s unlimited"));
     }
 }

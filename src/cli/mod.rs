@@ -29,6 +29,7 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
+use crate::budget::limits;
 use crate::daemon;
 use crate::error::{Error, Kind, Result};
 
@@ -74,14 +75,18 @@ pub fn main() -> ExitCode {
 
 fn execute(arguments: Vec<OsString>) -> u8 {
     let is_run = arguments.get(1).is_some_and(|first| first == "run");
-    let outcome = match CommandLine::try_parse_from(arguments) {
-        Ok(line) => dispatch(&line.command),
-        Err(error) => answer_or_refuse(&error, is_run),
-    };
+    let outcome = limits::check_stack().and_then(|()| parse_and_dispatch(arguments, is_run));
     outcome.unwrap_or_else(|error| {
         output::error(&error);
         if is_run { run::exit_code(&error) } else { error.kind().exit_code() }
     })
+}
+
+fn parse_and_dispatch(arguments: Vec<OsString>, is_run: bool) -> Result<u8> {
+    match CommandLine::try_parse_from(arguments) {
+        Ok(line) => dispatch(&line.command),
+        Err(error) => answer_or_refuse(&error, is_run),
+    }
 }
 
 fn dispatch(command: &Command) -> Result<u8> {

@@ -14,10 +14,11 @@ use super::{output, preflight};
 use crate::control::message::Status;
 use crate::daemon::ledger::Ledger;
 use crate::daemon::log::Log;
+use crate::daemon::serve::Ended;
 use crate::daemon::spawn::{self, Spawned};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
-use crate::sys::signals;
+use crate::sys::{crash, signals};
 use crate::view;
 
 use follow::{Follow, Interrupt};
@@ -124,8 +125,10 @@ fn wait_for_the_other(wanted: &Wanted, deadline: Option<Instant>, interrupt: &mu
 }
 
 fn spawn_daemon(wanted: &Wanted, lock: Lock) -> Result<Spawned> {
+    crash::point("lock-taken");
     let lock = clean_up(wanted, lock)?;
     notes::say(wanted);
+    crash::point("cleaned-up");
     spawn::spawn(&wanted.config, lock)
 }
 
@@ -179,5 +182,17 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
     };
     let lock = clean_up(wanted, lock)?;
     notes::say(wanted);
-    spawn::run_in_foreground(wanted.config.clone(), lock, log)
+    match spawn::run_in_foreground(wanted.config.clone(), lock, log)? {
+        Ended::Ready => Ok(()),
+        Ended::Loading { signal: None } => {
+            Err(Error::new(Kind::NotFound, format!("'{name}' was stopped while it loaded"))
+                .hint("start it again"))
+        }
+        Ended::Loading { signal: Some(signal) } => {
+            // To whoever watches this process it ended by that signal: neither a success nor a failure of its own.
+            output::note(&format!("signal {signal} ended '{name}' while it loaded; nothing of it is left"));
+            signals::end_by(signal);
+            Err(Error::new(Kind::Cancelled, format!("signal {signal} ended '{name}'")).hint("start it again"))
+        }
+    }
 }

@@ -96,7 +96,10 @@ fn targets(args: &StopArgs) -> Result<Vec<Target>> {
     let timeout = args.answer.timeout;
     if args.all {
         let base = target::find_base(&args.base)?;
-        let names: Vec<Name> = registry::list(&base)?.into_iter().map(|found| found.name).collect();
+        let mut names: Vec<Name> = registry::list(&base)?.into_iter().map(|found| found.name).collect();
+        // A lock that is held is a start's that is not registered yet: it is no cache to stop.
+        let left = registry::unregistered(&base)?.into_iter();
+        names.extend(left.filter(|name| matches!(lock::is_held(&base.paths(name).lock), Ok(false))));
         if names.is_empty() {
             output::note("there are no caches to stop");
         }
@@ -132,7 +135,10 @@ fn names(args: &StopArgs) -> Vec<&Name> {
 /// Stops one cache; gives what to say about it.
 fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
     match target.standing() {
-        Standing::Unknown => return Err(target.unknown()),
+        Standing::Unknown => {
+            let lines = target.clean_up_unregistered(args.remove_view)?.ok_or_else(|| target.unknown())?;
+            return Ok(format!("{} never came up; cleaned up: {}", target.label(), lines.join(", ")));
+        }
         Standing::Elsewhere(place) => return Err(target.elsewhere(place)),
         Standing::Dead | Standing::Failed(_) => {
             let lines = target.clean_up(args.remove_view).map_err(|error| {

@@ -226,7 +226,10 @@ impl Target {
     fn require_alive(&self) -> Result<()> {
         match self.standing() {
             Standing::Alive => Ok(()),
-            Standing::Unknown => Err(self.unknown()),
+            Standing::Unknown => Err(match self.clean_up_unregistered(false)? {
+                Some(_) => self.never_came_up(),
+                None => self.unknown(),
+            }),
             Standing::Failed(error) => Err(error),
             Standing::Elsewhere(place) => Err(self.elsewhere(place)),
             Standing::Dead => {
@@ -270,6 +273,14 @@ impl Target {
             None => "iloader list shows the caches there are".to_owned(),
         };
         Error::new(Kind::NotFound, format!("there is no cache {}{place}", self.label())).hint(hint)
+    }
+
+    /// The error for a name whose start was killed before anything was registered, which is cleaned up.
+    fn never_came_up(&self) -> Error {
+        let error = self.unknown();
+        let message = format!("{}; what a start that was killed had left was removed", error.message());
+        let hint = error.hint_text().unwrap_or_default().to_owned();
+        Error::new(Kind::NotFound, message).hint(hint)
     }
 
     /// The error for a daemon that was killed or crashed. `leftovers` says what becomes of what it left.
@@ -321,7 +332,7 @@ impl Target {
             Reply::Leased(_) => "a lease",
             Reply::Readers(_) => "its readers",
             Reply::Stopping { .. } => "its own end",
-            Reply::Error(error) => return Error::from(error.clone()),
+            Reply::Error(error) | Reply::Busy(error) => return Error::from(error.clone()),
         };
         Error::new(Kind::Failed, format!("the daemon of {} answered with {kind} out of turn", self.label()))
             .hint("use the program version that started the cache")
@@ -347,6 +358,26 @@ impl Target {
         let cleaned_up = view::clean_up_crashed(&paths, record.as_ref(), &lock, !remove_view);
         lock.remove_and_release()?;
         cleaned_up.view_stays.map_or(Ok(cleaned_up.lines), Err)
+    }
+
+    /// Removes what a start left that was killed before its daemon was registered. `None` where there is nothing
+    /// of that kind, or somebody is just starting the cache.
+    ///
+    /// # Errors
+    ///
+    /// As [`Target::clean_up`].
+    pub(crate) fn clean_up_unregistered(&self, remove_view: bool) -> Result<Option<Vec<String>>> {
+        let (Some(registered), Some(name)) = (&self.registered, &self.name) else { return Ok(None) };
+        let paths = registered.base.paths(name);
+        if std::fs::symlink_metadata(&paths.lock).is_err() {
+            return Ok(None);
+        }
+        let Some(lock) = Lock::try_exclusive(&paths.lock)? else { return Ok(None) };
+        let record = Record::read(&paths.record).ok().flatten();
+        let mut cleaned_up = view::clean_up_crashed(&paths, record.as_ref(), &lock, !remove_view);
+        cleaned_up.lines.push(format!("removed the lock {}", shown(&paths.lock)));
+        lock.remove_and_release()?;
+        cleaned_up.view_stays.map_or(Ok(Some(cleaned_up.lines)), Err)
     }
 }
 

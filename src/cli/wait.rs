@@ -56,7 +56,7 @@ pub(crate) fn wait(args: &WaitArgs) -> Result<()> {
 pub(crate) fn until_ready(target: &Target, deadline: Instant, quiet: bool) -> Result<(PathBuf, Client)> {
     // Made late, so that a cache that is ready shows none.
     let mut bar: Option<Bar> = None;
-    let mut last = Progress::default();
+    let mut last: Option<Progress> = None;
     let mut client = ask(target, deadline)?;
     loop {
         match client.next(Some(deadline)) {
@@ -67,14 +67,20 @@ pub(crate) fn until_ready(target: &Target, deadline: Instant, quiet: bool) -> Re
                 return Ok((PathBuf::from(view), client));
             }
             Ok(Reply::Progress(progress)) => {
-                last = progress;
+                last = Some(progress);
                 bar.get_or_insert_with(|| Bar::new(&format!("loading {}", target.label()), quiet))
                     .update(&progress);
             }
             Ok(Reply::Error(error)) => return Err(failed(target, error.into())),
             Ok(Reply::Stopping { .. }) => return Err(stopped(target)),
             Ok(other) => return Err(target.unexpected(&other)),
-            Err(error) if error.kind() == Kind::TimedOut => return Err(timed_out(target, &last)),
+            Err(error) if error.kind() == Kind::TimedOut => {
+                // A daemon that loads says so at once: one that said nothing hangs.
+                return Err(match last {
+                    Some(progress) if !client.is_stopped() => timed_out(target, &progress),
+                    _ => error.context(target.label()),
+                });
+            }
             Err(error) if error.kind() == Kind::NotFound => {
                 ended(target, error, deadline)?;
                 client = ask(target, deadline)?;

@@ -14,7 +14,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 use crate::control::frame::{self, Decoder, REPLY_BYTES_MAX, REQUEST_BYTES_MAX};
 use crate::control::message::{Operation, PROTOCOL, Reply, Request};
 use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
 use crate::sys::peer;
+use crate::sys::process::is_stopped;
 
 /// A conversation with one daemon.
 #[derive(Debug)]
@@ -23,12 +25,22 @@ pub struct Client {
     decoder: Decoder,
     socket: PathBuf,
     timeout: Duration,
+    /// The daemon's process; 0 where it lives in a PID namespace that this one can't see.
+    pid: i32,
+    /// What was asked last, for a daemon that has no room at the moment.
+    asked: Option<Operation>,
+    /// Since when it has had none.
+    busy_since: Option<Instant>,
 }
+
+/// The pauses between two attempts at a daemon that has no room: short at first, as most lulls are.
+const BUSY_PAUSES: std::ops::Range<Duration> = Duration::from_millis(5)..Duration::from_millis(200);
 
 impl Client {
     /// Connects to the daemon that listens at `socket`, an absolute path.
     ///
-    /// `timeout` bounds the connecting, each sending, and the answer that [`Client::request`] waits for.
+    /// `timeout` bounds the connecting, each sending, the answer that [`Client::request`] waits for, and how long
+    /// a daemon that has no room for a connection is asked again.
     /// [`Kind::NotFound`] where nobody listens, [`Kind::TimedOut`] where the daemon takes no connection
     /// in time. A socket or a daemon of another user (but root) is refused.
     pub fn connect(socket: &Path, timeout: Duration) -> Result<Client> {
@@ -62,7 +74,15 @@ impl Client {
         if !is_trusted(server.uid) {
             return Err(belongs_to_another(socket, "the process that listens at", server.uid));
         }
-        Ok(Client { stream, decoder: Decoder::new(REPLY_BYTES_MAX), socket: socket.to_owned(), timeout })
+        Ok(Client {
+            stream,
+            decoder: Decoder::new(REPLY_BYTES_MAX),
+            socket: socket.to_owned(),
+            timeout,
+            pid: server.pid,
+            asked: None,
+            busy_since: None,
+        })
     }
 
     /// Sends `operation` and waits for one reply. An error reply comes back as the error it carries.
@@ -76,7 +96,8 @@ impl Client {
 
     /// Sends `operation` and does not wait for an answer.
     pub fn send(&mut self, operation: Operation) -> Result<()> {
-        let frame = frame::encode(&Request::new(operation), REQUEST_BYTES_MAX)?;
+        let frame = frame::encode(&Request::new(operation.clone()), REQUEST_BYTES_MAX)?;
+        self.asked = Some(operation);
         let deadline = Instant::now().checked_add(self.timeout);
         let mut rest = &frame[..];
         while !rest.is_empty() {
@@ -89,8 +110,9 @@ impl Client {
                 }
                 // A daemon that refuses a connection says why before it closes it.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                    return match self.next(deadline) {
+                    return match self.receive(deadline) {
                         Ok(Reply::Error(error)) => Err(error.into()),
+                        Ok(Reply::Busy(busy)) => self.ask_again(&busy),
                         _ => Err(self.ended()),
                     };
                 }
@@ -104,6 +126,36 @@ impl Client {
     /// (`None`: wait for ever), after which the conversation can go on. [`Kind::NotFound`] where the daemon
     /// closed the connection.
     pub fn next(&mut self, deadline: Option<Instant>) -> Result<Reply> {
+        loop {
+            match self.receive(deadline)? {
+                Reply::Busy(busy) => self.ask_again(&busy)?,
+                reply => {
+                    self.busy_since = None;
+                    return Ok(reply);
+                }
+            }
+        }
+    }
+
+    /// Connects anew and asks the same once more, after a pause that grows. Where the daemon has had no room for
+    /// as long as the timeout, its words are the error.
+    fn ask_again(&mut self, busy: &Failure) -> Result<()> {
+        let busy = || Err(Error::from(busy.clone()).with_kind(Kind::TimedOut));
+        let waited = self.busy_since.get_or_insert_with(Instant::now).elapsed();
+        let (Some(left), Some(asked)) = (self.timeout.checked_sub(waited), self.asked.clone()) else {
+            return busy();
+        };
+        let pause = (waited / 2).clamp(BUSY_PAUSES.start, BUSY_PAUSES.end);
+        if left < pause {
+            return busy();
+        }
+        std::thread::sleep(pause);
+        let again = Client::connect(&self.socket, left - pause)?;
+        *self = Client { timeout: self.timeout, busy_since: self.busy_since, ..again };
+        self.send(asked)
+    }
+
+    fn receive(&mut self, deadline: Option<Instant>) -> Result<Reply> {
         let frame = match frame::read(&mut self.stream, &mut self.decoder, deadline) {
             Ok(Some(frame)) => frame,
             Ok(None) => return Err(self.ended()),
@@ -155,13 +207,29 @@ impl Client {
     }
 
     fn at_socket(&self, error: Error) -> Error {
-        let stalled = error.kind() == Kind::TimedOut;
-        let error = error.context(format_args!("the daemon at {}", shown(&self.socket)));
-        if stalled {
-            error.hint("it may be busy or stopped by a signal; try a longer timeout")
-        } else {
-            error
+        if error.kind() == Kind::TimedOut {
+            return self.did_not_answer();
         }
+        error.context(format_args!("the daemon at {}", shown(&self.socket)))
+    }
+
+    /// Whether the daemon is stopped by a signal, as far as its process can be seen: it answers nothing then.
+    pub fn is_stopped(&self) -> bool {
+        is_stopped(self.pid)
+    }
+
+    /// The error for a daemon that takes connections and does not answer.
+    pub fn did_not_answer(&self) -> Error {
+        let Client { pid, .. } = self;
+        let socket = shown(&self.socket);
+        if self.is_stopped() {
+            let what =
+                format!("the daemon at {socket} does not answer: its process {pid} is stopped by a signal");
+            return Error::new(Kind::TimedOut, what).hint(format!("let it go on: kill -CONT {pid}"));
+        }
+        let process = if *pid == 0 { String::new() } else { format!(" (process {pid})") };
+        Error::new(Kind::TimedOut, format!("the daemon at {socket}{process} did not answer in time"))
+            .hint("it may be busy, or short of memory: try a longer timeout, or see its log")
     }
 }
 
@@ -227,7 +295,6 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use crate::control::message::PROTOCOL_OLDEST;
-    use crate::failure::Failure;
 
     const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -264,6 +331,39 @@ mod tests {
         assert_eq!((requests[0].protocol, requests[0].oldest), (PROTOCOL, PROTOCOL_OLDEST));
         let ended = client.next(None).expect_err("the daemon is gone");
         assert_eq!(ended.kind(), Kind::NotFound);
+    }
+
+    #[test]
+    fn a_daemon_without_room_is_asked_again_until_the_time_is_over() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
+        let listener = UnixListener::bind(&path).expect("bound");
+        let busy = Failure { kind: "no-room".into(), message: "no room".into(), hint: None };
+        let busy = frame::encode(&Reply::Busy(busy), REPLY_BYTES_MAX).expect("encoded");
+        let last = frame::encode(&Reply::Stopping { notes: Vec::new(), holders: None }, REPLY_BYTES_MAX)
+            .expect("encoded");
+        let server = std::thread::spawn(move || {
+            // Twice refused before anything is read, as a daemon does it, then served, then refused for ever.
+            for answered in 0.. {
+                let (mut stream, _) = listener.accept().expect("a connection");
+                if answered == 2 {
+                    let request = frame::read(&mut stream, &mut Decoder::new(REQUEST_BYTES_MAX), None);
+                    let request = request.expect("sound").expect("a request");
+                    assert!(String::from_utf8_lossy(&request).contains("manifest"));
+                    stream.write_all(&last).expect("written");
+                } else if stream.write_all(&busy).is_err() || answered > 3 {
+                    return answered;
+                }
+            }
+            0
+        });
+        let mut client = Client::connect(&path, TIMEOUT).expect("connected");
+        let reply = client.request(Operation::Manifest {}).expect("served in the end");
+        assert!(matches!(reply, Reply::Stopping { .. }), "{reply:?}");
+        let mut client = Client::connect(&path, Duration::from_millis(300)).expect("connected");
+        let error = client.request(Operation::Status {}).expect_err("never served");
+        assert!(error.message() == "no room" || error.kind() == Kind::NotFound, "{error}");
+        assert!(server.join().expect("served") > 3);
     }
 
     #[test]

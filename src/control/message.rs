@@ -152,6 +152,8 @@ pub enum Reply {
     },
     /// Any operation can fail.
     Error(Failure),
+    /// There is no room for this connection or its answer at the moment, and nothing was done: connect again.
+    Busy(Failure),
 }
 
 /// How far a load is.

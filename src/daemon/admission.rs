@@ -12,6 +12,9 @@ use crate::plan::{self, Plan};
 use crate::registry::BaseDir;
 use crate::source::Selection;
 
+/// The stack of a thread, as the standard library maps it.
+const STACK_BYTES: u64 = 2 << 20;
+
 /// Asks for the memory, one start at a time.
 ///
 /// # Errors
@@ -24,9 +27,10 @@ pub(super) fn admit(
     room: &mut budget::Limits,
     log: &Log,
 ) -> Result<(Grant, Promise)> {
-    check_limits(plan, settings)?;
+    let request = request(config, plan, settings);
+    check_limits(plan, settings, request.need_bytes)?;
     let run_dir = BaseDir::prepared(config.base.clone().into()).run_dir();
-    promise::admit(&request(config, plan, settings), room, &config.name, &run_dir, log)
+    promise::admit(&request, room, &config.name, &run_dir, log)
 }
 
 /// Takes the cache's share of the quota, before anything is allocated: the segments in whole pages, without the
@@ -52,12 +56,13 @@ pub(super) fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Shar
 pub fn rehearse(config: &Config, selection: &Selection, freed_bytes: u64) -> Result<()> {
     let plan = plan::lay_out(selection, chunk_bytes(&config.tuning));
     let settings = settings(config, &plan)?;
-    check_limits(&plan, &settings)?;
+    let request = request(config, &plan, &settings);
+    check_limits(&plan, &settings, request.need_bytes)?;
     let rooms = budget::available()?.rooms.into_iter();
     let later = rooms.map(|room| Room { bytes: room.bytes.saturating_add(freed_bytes), ..room });
     let mut later = Availability::of(later.collect());
     later.promised_bytes = promise::promised_bytes();
-    budget::admit(&request(config, &plan, &settings), &later).map(drop)?;
+    budget::admit(&request, &later).map(drop)?;
     let proposes = config.limits.resident_bytes_max;
     Ledger::of_socket(&config.socket).rehearse(&config.name, plan.allocated_bytes(), proposes)
 }
@@ -73,13 +78,14 @@ fn request(config: &Config, plan: &Plan, settings: &Settings) -> Request {
 }
 
 /// What this process may: write files so long, map so much, lock so much.
-fn check_limits(plan: &Plan, settings: &Settings) -> Result<()> {
+fn check_limits(plan: &Plan, settings: &Settings, need_bytes: u64) -> Result<()> {
     let workers = settings.options.workers as u64;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
     let filled = plan.bytes_of_longest().saturating_mul(workers + 1).min(plan.bytes());
     let locked = if settings.lock_memory { plan.allocated_bytes() } else { 0 };
-    limits::check_address_space(filled.saturating_add(locked))?;
+    let own = need_bytes.saturating_sub(plan.allocated_bytes()).saturating_add(workers * STACK_BYTES);
+    limits::check_memory(filled.saturating_add(locked), own)?;
     if settings.lock_memory {
         let segments = plan.targets.iter().filter(|target| target.bytes > 0).count() as u64;
         limits::check_locked_memory(plan.allocated_bytes(), segments)?;

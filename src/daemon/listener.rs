@@ -26,8 +26,8 @@ use crate::daemon::leases::{ConnectionId, Process};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry;
-use crate::sys::peer;
 use crate::sys::signals::SignalDescriptor;
+use crate::sys::{crash, peer};
 
 /// Connections at one time, those that carry leases not counted.
 pub const CONNECTIONS_MAX: usize = 256;
@@ -70,6 +70,8 @@ pub enum Event {
     Signal(i32),
     /// The descriptor given to [`Listener::watch_load`] is readable.
     Load,
+    /// The descriptor given to [`Listener::watch_removal`] is readable.
+    Removal,
     /// The deadline given to [`Listener::next`] passed.
     Deadline,
 }
@@ -80,6 +82,7 @@ enum Watched {
     Socket,
     Signals,
     Load,
+    Removal,
     Connection(ConnectionId),
     Process(ConnectionId),
     Look,
@@ -97,6 +100,7 @@ impl Watched {
             Watched::Process(id) => id << 3 | 4,
             Watched::Look => 5,
             Watched::Reader => 6,
+            Watched::Removal => 7,
         })
     }
 
@@ -109,6 +113,7 @@ impl Watched {
             4 => Watched::Process(data >> 3),
             5 => Watched::Look,
             6 => Watched::Reader,
+            7 => Watched::Removal,
             _ => unreachable!("only data() makes these"),
         }
     }
@@ -179,6 +184,12 @@ impl Listener {
             .map_err(|errno| Error::os("watch a reader", &errno.into()))
     }
 
+    /// Makes [`Event::Removal`] of a readable `descriptor`, which stays open as long as this.
+    pub fn watch_removal(&self, descriptor: impl AsFd) -> Result<()> {
+        epoll::add(&self.epoll, descriptor, Watched::Removal.data(), epoll::EventFlags::IN)
+            .map_err(|errno| Error::os("watch for the removal of BASE", &errno.into()))
+    }
+
     /// Makes one [`Event::ProcessEnded`] of the end of `process`, until its descriptor is closed.
     pub fn watch_process(&self, lease: ConnectionId, process: &Process) -> Result<()> {
         let Some(descriptor) = process.descriptor() else { return Ok(()) };
@@ -219,11 +230,9 @@ impl Listener {
     pub fn reply(&mut self, to: ConnectionId, reply: &Reply) {
         self.set_role(to, Role::Asking);
         let unread: usize = self.connections.values().map(Connection::unread_bytes).sum();
-        let frame = frame::encode(reply, REPLY_BYTES_MAX).and_then(|frame| {
-            if unread > 0 && unread + frame.len() > UNREAD_BYTES_MAX {
-                return Err(too_busy("too many answers wait to be read"));
-            }
-            Ok(frame)
+        let frame = frame::encode(reply, REPLY_BYTES_MAX).map(|frame| {
+            let fits = unread == 0 || unread + frame.len() <= UNREAD_BYTES_MAX;
+            if fits { frame } else { too_busy("too many answers wait to be read") }
         });
         let frame = frame.unwrap_or_else(|error| error_frame(&error));
         self.send_to(to, &frame);
@@ -284,6 +293,7 @@ impl Listener {
                 Watched::Socket => self.accept_all(),
                 Watched::Signals => self.take_signals()?,
                 Watched::Load => self.found.push_back(Event::Load),
+                Watched::Removal => self.found.push_back(Event::Removal),
                 Watched::Connection(id) => self.handle_ready(id, event.flags),
                 Watched::Process(id) => self.found.push_back(Event::ProcessEnded { lease: id }),
                 Watched::Look => self.found.push_back(Event::Look),
@@ -320,7 +330,7 @@ impl Listener {
         if let Some(socket) = &self.socket
             && let Ok(descriptor) = accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
         {
-            refuse(descriptor, &too_busy("it has no file descriptor left (see ulimit -n)"));
+            refuse(&descriptor, &too_busy("it has no file descriptor left (see ulimit -n)"));
         }
         self.spare = spare_descriptor();
     }
@@ -329,11 +339,12 @@ impl Listener {
         let Ok(peer) = peer::credentials(descriptor.as_fd()) else { return };
         if peer.uid != 0 && !peer::is_same_user(peer.uid) {
             let what = format!("this cache belongs to another user than {}", peer.uid);
-            return refuse(descriptor, &Error::new(Kind::Failed, what).hint("start one of your own"));
+            let error = Error::new(Kind::Failed, what).hint("start one of your own");
+            return refuse(&descriptor, &error_frame(&error));
         }
         let open = self.connections.values().filter(|connection| connection.role != Role::Leasing).count();
         if open >= CONNECTIONS_MAX {
-            return refuse(descriptor, &too_busy(&format!("it has {open} connections already")));
+            return refuse(&descriptor, &too_busy(&format!("it has {open} connections already")));
         }
         let mut connection = Connection::new(descriptor, peer);
         let id = self.next_id;
@@ -482,6 +493,7 @@ fn bind_private(path: &Path) -> Result<(OwnedFd, (u64, u64))> {
         })?;
         bind(&socket, &address).map_err(|errno| failed(&errno.into()))?;
     }
+    crash::point("socket-made");
     let found = std::fs::symlink_metadata(path).map_err(|error| failed(&error))?;
     if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
         let message = format!("cannot listen at {}: somebody else took the path's place", shown(path));
@@ -495,8 +507,11 @@ fn spare_descriptor() -> Option<OwnedFd> {
     std::fs::File::open("/dev/null").ok().map(OwnedFd::from)
 }
 
-fn too_busy(why: &str) -> Error {
-    Error::new(Kind::Failed, format!("the daemon can't take more now: {why}")).hint("try again in a moment")
+/// The answer for which the client asks again in a moment.
+fn too_busy(why: &str) -> Vec<u8> {
+    let error = Error::new(Kind::NoRoom, format!("the daemon can't take more now: {why}"))
+        .hint("try again in a moment, or with a longer timeout");
+    frame::encode(&Reply::Busy(Failure::from(&error)), REPLY_BYTES_MAX).unwrap_or_default()
 }
 
 fn error_frame(error: &Error) -> Vec<u8> {
@@ -505,6 +520,6 @@ fn error_frame(error: &Error) -> Vec<u8> {
 }
 
 /// Tells a connection that was not admitted why, as far as its buffer takes it, which is far.
-fn refuse(descriptor: OwnedFd, error: &Error) {
-    let _ = rustix::io::write(&descriptor, &error_frame(error));
+fn refuse(descriptor: &OwnedFd, frame: &[u8]) {
+    let _ = rustix::io::write(descriptor, frame);
 }

@@ -25,6 +25,7 @@ use crate::plan::{self, Plan};
 use crate::readers;
 use crate::registry::Seat;
 use crate::source::{self, Direct, Selection};
+use crate::sys::crash;
 use crate::units::HUGE_PAGE_BYTES;
 use crate::view::{View, ViewLink};
 
@@ -62,6 +63,7 @@ fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -
     let started = Instant::now();
     let _standing_back = config.tuning.background.then(StandingBack::begin).transpose()?;
     let selection = source::select(Path::new(&config.source), &config.rules)?;
+    crash::point("selected");
     if source::identity::digest(&selection) != config.selection {
         let message = format!("the source {} changed since the start was asked for", shown(&selection.root));
         return Err(Error::new(Kind::SourceChanged, message).hint("start it again"));
@@ -77,9 +79,11 @@ fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -
     let (grant, promise) = admission::admit(config, &plan, &settings, &mut room, log).map_err(refused)?;
     let mut share = admission::take_share(config, &plan, log).map_err(refused)?;
     seat.into_iter().for_each(|seat| share.take_seat(seat));
+    crash::point("admitted");
     let memory = MemoryWatch::new(&config.name, plan.allocated_bytes(), room, control, log);
     let watch = Reporter::new(control, &memory, &plan, started, promise);
     let resident = memory.over(|| memory::load(&plan, &selection, &settings, &grant, &watch))?;
+    crash::point("loaded");
     watch.report();
     Ok(loaded(config, &selection, &settings, resident, share))
 }

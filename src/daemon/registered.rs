@@ -1,6 +1,6 @@
 //! What a daemon has in files while it lives: lock, socket, pid file, registration; and their removal.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use crate::daemon::config::Config;
@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::registry::record::SCHEMA;
 use crate::registry::{self, BaseDir, Host, Lock, Record};
+use crate::sys::crash;
 use crate::sys::signals::SignalDescriptor;
 
 /// The files of a living daemon. The name's lock is held as long as this lives.
@@ -19,6 +20,8 @@ pub struct Registered {
     record_path: PathBuf,
     /// Keeps cleaners of temporary directories away from BASE.
     _hold: Option<OwnedFd>,
+    /// Wakes when the lock's file may have been removed; `None` where the user has no watch left.
+    removal: Option<OwnedFd>,
     /// Let go of last: whoever gets it must find nothing of ours.
     lock: Lock,
 }
@@ -35,8 +38,9 @@ impl Registered {
         let base = BaseDir::prepared(PathBuf::from(&config.base));
         let name = config.name.parse()?;
         let registered = Registered {
-            record: record_of(config),
+            record: record_of(config, rustix::process::getpid().as_raw_nonzero().get()),
             record_path: base.paths(&name).record,
+            removal: lock.watch_removal().map_err(|error| log.line(error.message())).ok(),
             _hold: base.hold().map_err(|error| log.line(error.message())).ok(),
             lock,
         };
@@ -48,10 +52,17 @@ impl Registered {
                 return Err(error);
             }
         };
+        crash::point("socket-bound");
         let written = registry::write_pid_file(Path::new(&registered.record.pid_file), registered.record.pid)
-            .and_then(|()| registered.record.write(&registered.record_path));
+            .and_then(|()| {
+                crash::point("pid-file-written");
+                registered.record.write(&registered.record_path)
+            });
         match written {
-            Ok(()) => Ok((registered, listener)),
+            Ok(()) => {
+                crash::point("registered");
+                Ok((registered, listener))
+            }
             Err(error) => {
                 registered.remove(&mut listener, log);
                 Err(error)
@@ -69,13 +80,30 @@ impl Registered {
         self.lock.is_in_place().unwrap_or(false)
     }
 
+    /// What becomes readable when [`Registered::is_removed`] may have become true.
+    pub fn removal(&self) -> Option<BorrowedFd<'_>> {
+        self.removal.as_ref().map(OwnedFd::as_fd)
+    }
+
+    /// Whether BASE was removed, or cleaned of our files: no command will find this cache by its name again. Not
+    /// so where BASE was moved. Acknowledges what [`Registered::removal`] had to say.
+    pub fn is_removed(&self) -> bool {
+        let mut events = [0u8; 4096];
+        if let Some(removal) = &self.removal {
+            while matches!(rustix::io::read(removal, &mut events), Ok(count) if count > 0) {}
+        }
+        self.lock.is_removed()
+    }
+
     /// Removes everything, then lets go of the lock: the orderly end.
     pub fn remove(self, listener: &mut Listener, log: &Log) {
         self.remove_files(listener, log);
         if self.is_in_place() {
             note(log, remove_file(&self.record_path));
         }
+        crash::point("registration-removed");
         self.release(log);
+        crash::point("lock-released");
     }
 
     /// The same, but the registration stays and says why the load failed.
@@ -85,11 +113,13 @@ impl Registered {
             self.record.failed = Some(Failure::from(error));
             note(log, self.record.write(&self.record_path));
         }
+        crash::point("failure-registered");
         self.release(log);
     }
 
     fn remove_files(&self, listener: &mut Listener, log: &Log) {
         note(log, listener.stop_listening());
+        crash::point("socket-removed");
         note(log, registry::remove_pid_file(Path::new(&self.record.pid_file), Some(self.record.pid)));
     }
 
@@ -111,11 +141,12 @@ fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-fn record_of(config: &Config) -> Record {
+/// The registration of a daemon for `config` with the process number `pid`.
+pub(super) fn record_of(config: &Config, pid: i32) -> Record {
     Record {
         schema: SCHEMA,
         name: config.name.clone(),
-        pid: rustix::process::getpid().as_raw_nonzero().get(),
+        pid,
         host: Host::current(),
         socket: config.socket.clone(),
         view: config.view.clone(),

@@ -34,6 +34,7 @@ use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::readers::{Seen, Segments};
+use crate::sys::crash;
 use crate::sys::process::trim_heap;
 use crate::units::ByteSize;
 
@@ -70,9 +71,21 @@ pub struct Start {
     pub work: Work,
 }
 
+/// How a cache ended that did not fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// It was ready, and was stopped.
+    Ready,
+    /// It was stopped while it was loaded.
+    Loading {
+        /// The signal that stopped it, where it was one.
+        signal: Option<i32>,
+    },
+}
+
 /// Loads, serves, and ends. Returns when the cache is stopped and nothing of it is left; an error where the
 /// load failed.
-pub fn serve(start: Start) -> Result<()> {
+pub fn serve(start: Start) -> Result<Ended> {
     let Start { config, mut listener, registered, log, work } = start;
     let Work { load, publish, find } = work;
     let begun = Uses::new(&listener, &find)
@@ -93,6 +106,9 @@ pub fn serve(start: Start) -> Result<()> {
         std::process::id()
     ));
     let charged_cgroup = budget::Limits::find().charged_cgroup().map(str::to_owned);
+    if let Some(Err(error)) = registered.removal().map(|removal| listener.watch_removal(removal)) {
+        log.line(error.message());
+    }
     let reports_to_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
     let mut server = Server {
         config,
@@ -111,6 +127,8 @@ pub fn serve(start: Start) -> Result<()> {
         notify_due: reports_to_manager.then(Instant::now),
         give_up_due: None,
         charged_cgroup,
+        removed: None,
+        ended: Ended::Ready,
     };
     let ending = server.run();
     server.end(ending)
@@ -142,6 +160,10 @@ struct Server {
     /// The control group that the segments are charged to. Memory stays charged to the group that its process
     /// was in when it took it, so this is not looked up again.
     charged_cgroup: Option<String>,
+    /// When it was noticed that BASE was removed.
+    removed: Option<Instant>,
+    /// What it will have been.
+    ended: Ended,
 }
 
 enum Phase {
@@ -186,6 +208,7 @@ impl Server {
                 Ok(Event::Look) => self.handle_look(),
                 Ok(Event::Signal(signal)) => self.handle_signal(signal),
                 Ok(Event::Load) => self.handle_load(),
+                Ok(Event::Removal) => self.notice_removal(),
                 Ok(Event::Deadline) => self.handle_deadline(Instant::now()),
                 Err(error) => self.fail(error),
             }
@@ -246,6 +269,9 @@ impl Server {
         let leases = self.leases.count();
         self.log.line(format_args!("signal {signal}: it is stopped, with {leases} live leases"));
         self.begin_stop(false, None);
+        if let Ended::Loading { signal: by } = &mut self.ended {
+            *by = Some(signal);
+        }
     }
 
     fn handle_closed(&mut self, connection: ConnectionId) {
@@ -289,6 +315,7 @@ impl Server {
                 self.load.release(loaded);
             }
             (Some(Outcome::Loaded(Err(_)) | Outcome::Released), _) => {
+                crash::point("memory-released");
                 self.phase = Phase::Ended(Ending::Stopped);
             }
             (None, _) => {}
@@ -320,6 +347,7 @@ impl Server {
         );
         self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
         notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
+        crash::point("ready-notified");
         self.make_room_for_clients(loaded.links.len());
         let segments = Arc::new(loaded.links.iter().map(|file| (file.device, file.inode)).collect());
         self.phase = Phase::Ready(Resident { loaded, withdraw, progress, segments });
@@ -386,6 +414,8 @@ impl Server {
     // Requests.
 
     fn handle_request(&mut self, from: ConnectionId, operation: Operation) {
+        // The watch tells earlier, where there is one.
+        self.notice_removal();
         let is_waiting = self.waiters.contains_key(&from) || self.uses.is_waiting(from);
         match operation {
             Operation::Cancel {} => self.cancel(from),
@@ -506,6 +536,7 @@ impl Server {
         self.listener.set_leasing(from);
         self.leases.take(from, process);
         self.log.line(format_args!("process {} took a lease", self.listener.pid(from)));
+        crash::point("leased");
         Ok(())
     }
 
@@ -515,16 +546,19 @@ impl Server {
     /// Tells everybody who waited. `seen` is who reads at that moment, where it was looked for. Gives what whoever
     /// asked for it is to be told: what there is to know of the view, and who still holds the memory.
     fn begin_stop(&mut self, remove_view: bool, seen: Option<&Seen>) -> Reply {
+        crash::point("stop-received");
         notify(&[NotifyState::Stopping]);
         let mut notes = Vec::new();
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
             Phase::Loading => {
                 self.load.cancel();
+                self.ended = Ended::Loading { signal: None };
                 Some(Instant::now() + LOAD_END_MAX)
             }
             Phase::Ready(resident) => {
                 let Resident { loaded, withdraw, .. } = resident;
                 notes = self.withdraw(withdraw, remove_view);
+                crash::point("view-withdrawn");
                 self.load.release(loaded);
                 None
             }
@@ -555,12 +589,12 @@ impl Server {
         notes
     }
 
-    fn end(self, ending: Ending) -> Result<()> {
-        let Server { registered, mut listener, log, .. } = self;
+    fn end(self, ending: Ending) -> Result<Ended> {
+        let Server { registered, mut listener, log, ended, .. } = self;
         let outcome = match ending {
             Ending::Stopped => {
                 registered.remove(&mut listener, &log);
-                Ok(())
+                Ok(ended)
             }
             Ending::Failed { error, was_told: true } => {
                 registered.remove(&mut listener, &log);
@@ -598,11 +632,15 @@ impl Server {
         };
         let is_idle = resident.is_some() && self.leases.count() == 0;
         let mut warnings = report.warnings;
-        if !self.registered.is_in_place() {
-            let base = shown(&config.base);
+        if self.removed.is_some() {
             warnings.push(format!(
-                "{base} was removed or cleaned: other commands do not find this cache by its name"
+                "{} was removed or cleaned: no command finds this cache by its name, and it ends when no lease \
+                 is left",
+                shown(&config.base)
             ));
+        } else if !self.registered.is_in_place() {
+            let base = shown(&config.base);
+            warnings.push(format!("{base} was moved: no command finds this cache by its name there"));
         }
         Status {
             name: config.name.clone(),
@@ -644,5 +682,6 @@ fn notify(states: &[NotifyState<'_>]) {
     let _ = sd_notify::notify(states);
 }
 
+mod removal;
 #[cfg(test)]
 mod tests;

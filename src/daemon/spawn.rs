@@ -13,17 +13,19 @@ use rustix::fs::{MemfdFlags, Mode, memfd_create};
 use rustix::process::{DumpableBehavior, chdir, set_dumpable_behavior, setsid, umask};
 use rustix::stdio::{dup2_stdin, dup2_stdout, stderr, stdout};
 
+use crate::budget::{self, cgroup::OomKills};
 use crate::control::frame::{self, Decoder};
 use crate::daemon::config::{Boot, Config, Orders};
 use crate::daemon::log::Log;
 use crate::daemon::preload;
-use crate::daemon::registered::Registered;
-use crate::daemon::serve::{Start, serve};
+use crate::daemon::registered::{Registered, record_of};
+use crate::daemon::serve::{Ended, Start, serve};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry::{BaseDir, Lock};
-use crate::sys::peer;
 use crate::sys::signals::{self, SignalDescriptor};
+use crate::sys::{crash, peer};
+use crate::view;
 
 /// The hidden command by which the program is executed again.
 pub const COMMAND: &str = "__daemon";
@@ -60,6 +62,50 @@ impl Spawned {
     }
 }
 
+/// The error for a daemon that ended as `how` says, with nothing said by itself.
+pub fn ended_early(config: &Config, how: &str) -> Error {
+    let (name, log) = (&config.name, shown(&config.log_file));
+    if ran_out_of_memory(Path::new(&config.log_file)) {
+        let what = format!(
+            "the daemon of '{name}' {how}: memory for its own was refused, by a limit (RLIMIT_AS, RLIMIT_DATA) or by \
+             the kernel (vm.overcommit_memory)"
+        );
+        return Error::new(Kind::NoRoom, what)
+            .hint("raise the limit (ulimit -v, ulimit -d; systemd: LimitAS=, LimitDATA=), or free memory");
+    }
+    Error::new(Kind::Failed, format!("the daemon of '{name}' {how}")).hint(format!(
+        "its log may say why, and what memory there was: {log}; the kernel kills when memory runs out: {}",
+        where_kills_are_seen(budget::Limits::find().oom_kills())
+    ))
+}
+
+/// Where the kernel says that it killed. The daemon was in the group of the command that started it.
+fn where_kills_are_seen(kills: Option<OomKills>) -> String {
+    let dmesg = "dmesg then says so, and under which limit";
+    match kills {
+        Some(kills) if kills.count > 0 => {
+            format!("{} counts {} (oom_kill), and {dmesg}", shown(&kills.counted_in), kills.count)
+        }
+        _ => dmesg.to_owned(),
+    }
+}
+
+/// Whether the last thing in a log is that an allocation failed: the standard library then ends the process.
+fn ran_out_of_memory(log: &Path) -> bool {
+    const TAIL_BYTES: i64 = 512;
+    let tail = || {
+        // A named pipe must not hold us up.
+        let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(log).ok()?;
+        let length = i64::try_from(file.metadata().ok()?.len()).ok()?;
+        file.seek(std::io::SeekFrom::End(-TAIL_BYTES.min(length))).ok()?;
+        let mut tail = Vec::new();
+        file.take(TAIL_BYTES as u64).read_to_end(&mut tail).ok()?;
+        Some(String::from_utf8_lossy(&tail).into_owned())
+    };
+    let last_line = |text: String| text.trim_end().lines().last().map(str::to_owned);
+    tail().and_then(last_line).is_some_and(|line| line.starts_with("memory allocation of "))
+}
+
 fn in_words(status: ExitStatus) -> String {
     match status.signal() {
         Some(libc::SIGKILL) => "was killed by SIGKILL".to_owned(),
@@ -75,15 +121,30 @@ fn in_words(status: ExitStatus) -> String {
 pub fn spawn(config: &Config, lock: Lock) -> Result<Spawned> {
     let path = lock.path().to_owned();
     let held = lock.into_fd();
-    let spawned = spawn_with(config, &held);
-    if spawned.is_err() {
-        // The daemon removes it, too; but it may not have come so far.
-        Lock::from_fd(held, &path).and_then(Lock::remove_and_release).ok();
+    let mut pid = None;
+    let spawned = spawn_with(config, &held, &mut pid);
+    if spawned.is_err()
+        // It was removed already where the daemon ended in order.
+        && let Ok(lock) = Lock::from_fd(held, &path)
+    {
+        if let Some(pid) = pid {
+            clean_up_unregistered(config, pid, &lock);
+        }
+        lock.remove_and_release().ok();
     }
     spawned
 }
 
-fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
+/// Removes what the daemon `pid`, which was killed or hangs before its registration was heard of, left: the
+/// next command would not know the places that `config` names.
+fn clean_up_unregistered(config: &Config, pid: i32, lock: &Lock) {
+    let Ok(name) = config.name.parse() else { return };
+    let paths = BaseDir::prepared(config.base.clone().into()).paths(&name);
+    // What can't be removed is met again, with its reason, by whoever needs its place.
+    view::clean_up_crashed(&paths, Some(&record_of(config, pid)), lock, true);
+}
+
+fn spawn_with(config: &Config, held: &OwnedFd, pid: &mut Option<i32>) -> Result<Spawned> {
     let failed = |error: &std::io::Error| Error::os("start the daemon", error);
     let log = open_log(Path::new(&config.log_file))?;
     let (mut boot, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
@@ -96,29 +157,35 @@ fn spawn_with(config: &Config, held: &OwnedFd) -> Result<Spawned> {
         .arg(COMMAND)
         .env_clear()
         .envs(VARIABLES_KEPT.iter().filter_map(|name| Some((name, std::env::var_os(name)?))))
+        .envs(crash::inherited())
         .current_dir("/")
         .stdin(written(&orders)?)
         .stdout(boot_writer)
         .stderr(log);
     let child = command.spawn().map_err(|error| Error::spawning("start the daemon", &error))?;
+    *pid = i32::try_from(child.id()).ok();
+    crash::point("daemon-spawned");
     drop(inherited);
     // The command holds the pipe's writing end, which must close for the reading end to see an end.
     drop(command);
     let mut spawned = Spawned { child };
     match read_boot(&mut boot) {
-        Ok(Some(Boot::Registered {})) => Ok(spawned),
+        Ok(Some(Boot::Registered {})) => {
+            crash::point("registration-heard");
+            Ok(spawned)
+        }
         Ok(Some(Boot::Failed(error))) => {
             let _ = spawned.child.wait();
             Err(error.into())
         }
         Ok(None) => {
             let how = spawned.ended().unwrap_or_else(|| "closed its standard output".to_owned());
-            Err(Error::new(Kind::Failed, format!("the daemon {how} before it was registered"))
-                .hint(format!("its log may say why: {}", shown(&config.log_file))))
+            Err(ended_early(config, &format!("{how} before it was registered")))
         }
         Err(error) => {
             // It may hang on a file system that does not answer, and must not come up later.
             let _ = spawned.child.kill();
+            let _ = spawned.ended();
             Err(error.context("the daemon did not come up"))
         }
     }
@@ -210,6 +277,7 @@ pub fn become_daemon() -> Result<()> {
         .and_then(|_| Orders::from_json(&orders))?;
     let lock =
         peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
+    crash::point("orders-read");
     let booted = detach().and_then(|signals| boot(orders.config, lock, signals));
     // The answer is the last use of the caller's pipe: it closes here, whatever the answer is.
     let message = match &booted {
@@ -218,11 +286,12 @@ pub fn become_daemon() -> Result<()> {
     };
     let told = frame::encode(&message, BOOT_BYTES_MAX).and_then(|frame| tell_and_close(&frame));
     let start = booted?;
+    crash::point("starter-told");
     if let Err(error) = told {
         // Nobody waits any more, but the load was asked for.
         start.log.line(error.message());
     }
-    serve(start)
+    serve(start).map(drop)
 }
 
 /// Leaves the caller's session, directory, streams, signals and umask behind.
@@ -271,7 +340,7 @@ fn tell_and_close(frame: &[u8]) -> Result<()> {
 
 /// Is the daemon in this process, for `start --foreground`. Log lines go to `log`. Returns when the cache has
 /// ended. The caller's streams, session and environment stay. `lock` is the name's, held, and let go of in any case.
-pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<()> {
+pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<Ended> {
     let signals = match settle_in_foreground() {
         Ok(signals) => signals,
         Err(error) => {
@@ -298,4 +367,19 @@ fn settle_in_foreground() -> Result<SignalDescriptor> {
     umask(Mode::RWXG | Mode::RWXO);
     stay_readable();
     Ok(signals)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kill_that_the_kernel_counts_is_named() {
+        let kills = |count| Some(OomKills { count, counted_in: "/cg/x y/memory.events".into() });
+        assert_eq!(
+            where_kills_are_seen(kills(2)),
+            "'/cg/x y/memory.events' counts 2 (oom_kill), and dmesg then says so, and under which limit"
+        );
+        assert_eq!(where_kills_are_seen(kills(0)), where_kills_are_seen(None));
+    }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
-use crate::source::{Direct, Identity, SelectedFile, SourceFile, changed, check_unchanged};
+use crate::source::{ChangeTime, Direct, Identity, SelectedFile, SourceFile, changed, check_unchanged};
 
 /// The state that all workers of a load share.
 pub(super) struct Schedule<'a> {
@@ -26,6 +26,8 @@ pub(super) struct Schedule<'a> {
 struct Source {
     chunks_left: usize,
     open: Option<Arc<SourceFile>>,
+    /// See [`SourceFile::change_time`].
+    change_time: Option<ChangeTime>,
 }
 
 impl<'a> Schedule<'a> {
@@ -41,7 +43,7 @@ impl<'a> Schedule<'a> {
             chunks_left[chunk.source] += 1;
         }
         let sources =
-            chunks_left.into_iter().map(|chunks_left| Mutex::new(Source { chunks_left, open: None }));
+            chunks_left.into_iter().map(|chunks_left| Source { chunks_left, open: None, change_time: None });
         Schedule {
             plan,
             files,
@@ -49,7 +51,7 @@ impl<'a> Schedule<'a> {
             unit,
             slow_direct,
             next_job: AtomicUsize::new(0),
-            sources: sources.collect(),
+            sources: sources.map(Mutex::new).collect(),
         }
     }
 
@@ -67,6 +69,7 @@ impl<'a> Schedule<'a> {
             Some(file) => Arc::clone(file),
             None => {
                 let file = Arc::new(SourceFile::open(selected, self.direct, self.unit)?);
+                source.change_time = file.change_time();
                 source.open = Some(Arc::clone(&file));
                 file
             }
@@ -88,12 +91,14 @@ impl<'a> Schedule<'a> {
         self.sources[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Compares every source with what was selected, by its path: so a file that was replaced is seen too.
+    /// Compares every source with what was selected, by its path: so a file that was replaced is seen too. And
+    /// with when it was changed last: a modification time can be set back, by who writes as well as by tools
+    /// that copy times.
     pub(super) fn check_sources(&self) -> Result<()> {
-        for &index in &self.plan.sources {
+        for (source, &index) in self.plan.sources.iter().enumerate() {
             let selected = &self.files[index];
-            let now = match std::fs::symlink_metadata(&selected.real) {
-                Ok(metadata) => Identity::of(&metadata),
+            let metadata = match std::fs::symlink_metadata(&selected.real) {
+                Ok(metadata) => metadata,
                 Err(cause) => {
                     let error = Error::io("examine", &selected.real, &cause);
                     return Err(match error.kind() {
@@ -102,7 +107,13 @@ impl<'a> Schedule<'a> {
                     });
                 }
             };
-            check_unchanged(selected, &now)?;
+            check_unchanged(selected, &Identity::of(&metadata))?;
+            let before = self.lock(source).change_time;
+            if before.is_some_and(|before| before != ChangeTime::of(&metadata)) {
+                let how =
+                    "its bytes, mode, owner or links were, although size and modification time are the same";
+                return Err(changed(&selected.path, how));
+            }
         }
         Ok(())
     }

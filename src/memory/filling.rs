@@ -10,7 +10,7 @@ use crate::load::{Sink, Vessel};
 use crate::plan::{Chunk, Plan, SMALL_BYTES_MAX};
 use crate::source::SelectedFile;
 use crate::sys::map::{Mapping, Window};
-use crate::sys::memfd;
+use crate::sys::{crash, memfd};
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
 
 /// The segments of one plan on their way from empty to sealed.
@@ -95,6 +95,7 @@ impl<'a> Filling<'a> {
     fn seal(&self, target: usize, segment: OpenSegment, huge_bytes: u64) -> Result<Segment> {
         let file = self.file(target);
         let sealed = segment.seal(&file.identity, self.lowest_descriptor, huge_bytes);
+        crash::point("segment-sealed");
         let locked = if self.lock_memory { sealed.and_then(Segment::locked) } else { sealed };
         locked.map_err(|error| error.context(shown(&file.path)))
     }
@@ -113,6 +114,7 @@ impl<'a> Filling<'a> {
             assert!(rest.is_empty(), "the chunks of a target cover it");
         }
         let chunks_left = chunks.count();
+        crash::point("segment-made");
         Ok(Box::new(Open { windows, first_chunk, chunks_left, huge_bytes: 0, segment }))
     }
 
@@ -146,6 +148,7 @@ impl Sink for Filling<'_> {
     }
 
     fn filled(&self, chunk: &Chunk, window: Window, huge_bytes: u64) -> Result<()> {
+        crash::point("chunk-filled");
         let mut target = lock(&self.targets[chunk.target]);
         let Target::Open(open) = &mut *target else { panic!("a filled chunk belongs to an open segment") };
         if open.windows.is_empty() {

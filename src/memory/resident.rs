@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::load::{self, Counts, StartEngine, Watch};
 use crate::plan::Plan;
 use crate::source::Selection;
+use crate::sys::crash;
 use crate::units::PAGE_BYTES;
 
 /// How a selection is brought into memory.
@@ -106,6 +107,7 @@ pub fn load_with(
     watch: &dyn Watch,
 ) -> Result<Resident> {
     let backing = Backing::choose(settings.backing, plan.allocated_bytes(), plan.targets.len() as u64)?;
+    crash::point("backing-chosen");
     let filling =
         Filling::new(plan, &selection.files, &settings.cache_name, &backing, settings.lowest_descriptor);
     let filling = if settings.lock_memory { filling.locked() } else { filling };

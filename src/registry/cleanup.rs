@@ -16,7 +16,8 @@ use super::{Claims, Lock, Paths, Record, claims};
 use crate::error::{Error, Kind, Result, shown};
 
 /// Removes what a daemon that ended without an orderly end left in files beside its registration: socket, pid
-/// file, half-written registrations, and what it had of the quota and of promised memory. The view comes before that and is `view`'s to remove, the registration
+/// file, half-written files, and what it had of the quota and of promised memory. The view comes before that and is
+/// `view`'s to remove, the registration
 /// last ([`clean_up_registration`]); the lock file stays for its holder.
 ///
 /// `held` is the name's lock, held by the caller. `record` is what was registered, where it can be read.
@@ -25,16 +26,17 @@ pub fn clean_up_files(paths: &Paths, record: Option<&Record>, held: &Lock) -> Ve
     assert_eq!(held.path(), paths.lock, "a clean-up holds the lock of its name");
     let socket = record.map_or(paths.socket.as_path(), |record| Path::new(&record.socket));
     let pid_file = record.map_or(paths.pid_file.as_path(), |record| Path::new(&record.pid_file));
-    let half_written = remove_temporary_records(&paths.record);
     claims::sweep_promises(&paths.run_dir());
     let freed = socket.parent().map_or(Ok(Vec::new()), |directory| Claims::of_quota(directory).sweep());
     let freed = freed.unwrap_or_else(|error| vec![error.message().to_owned()]);
-    let told = [
+    let half_written = [paths.record.as_path(), pid_file];
+    let half_written =
+        half_written.map(|path| told("half-written files beside", path, remove_temporary_files(path)));
+    let removed = [
         told("socket", socket, remove_socket(socket)),
         told("pid file", pid_file, remove_pid_file(pid_file, record.map(|record| record.pid))),
-        told("half-written registrations in", &paths.record, half_written),
     ];
-    told.into_iter().flatten().chain(freed).collect()
+    removed.into_iter().chain(half_written).flatten().chain(freed).collect()
 }
 
 /// Removes the registration of a dead daemon: the end of a clean-up, so that an interrupted one is taken up
@@ -158,11 +160,16 @@ fn remove_record(path: &Path) -> Result<bool> {
     unlink(path)
 }
 
-fn remove_temporary_records(record: &Path) -> Result<bool> {
-    let (Some(directory), Some(name)) = (record.parent(), record.file_name()) else { return Ok(false) };
+/// Removes what [`dir::replace_file`] left where it was killed before its rename.
+fn remove_temporary_files(path: &Path) -> Result<bool> {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return Ok(false) };
     let failed = |cause| Error::io("read the directory", directory, &cause);
     let mut any = false;
-    for entry in std::fs::read_dir(directory).map_err(failed)? {
+    let entries = match std::fs::read_dir(directory) {
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        entries => entries.map_err(failed)?,
+    };
+    for entry in entries {
         let file = entry.map_err(failed)?.file_name();
         if dir::is_temporary_name(file.as_bytes(), name, "tmp") {
             any |= remove_record(&directory.join(OsStr::new(&file)))?;
@@ -240,10 +247,11 @@ mod tests {
         write_pid_file(&paths.pid_file, record.pid).unwrap();
         let run = home.path().join("run");
         std::fs::write(run.join(".n.json.0123456789abcdef.tmp"), "{").unwrap();
+        std::fs::write(run.join(".n.pid.0123456789abcdef.tmp"), "42").unwrap();
         std::fs::write(run.join("quota"), "foreign").unwrap();
         let lock = Lock::try_exclusive(&paths.lock).unwrap().unwrap();
         let lines = clean_up(&paths, Some(&record), &lock);
-        assert_eq!(lines.len(), 4, "{lines:?}");
+        assert_eq!(lines.len(), 5, "{lines:?}");
         assert!(lines.iter().all(|line| line.starts_with("removed the")), "{lines:?}");
         let mut left: Vec<_> = std::fs::read_dir(&run).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();

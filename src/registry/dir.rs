@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
 
 use crate::error::{Error, Result};
+use crate::sys::crash;
 
 /// Mode of every directory that we make.
 pub(crate) const DIRECTORY_MODE: Mode = Mode::RWXU;
@@ -111,8 +112,10 @@ pub(crate) fn make_directories(path: &Path) -> Result<OwnedFd> {
 pub(crate) fn replace_file(directory: impl AsFd, name: &OsStr, bytes: &[u8]) -> rustix::io::Result<()> {
     let directory = directory.as_fd();
     let temporary = temporary_name(name, "tmp")?;
-    let written = write_new_file(directory, OsStr::from_bytes(&temporary), bytes)
-        .and_then(|()| fs::renameat(directory, temporary.as_slice(), directory, name));
+    let written = write_new_file(directory, OsStr::from_bytes(&temporary), bytes).and_then(|()| {
+        crash::point("file-written-aside");
+        fs::renameat(directory, temporary.as_slice(), directory, name)
+    });
     if written.is_err() {
         // What failed is reported; that the half-made file may stay is the lesser matter, and the next
         // clean-up knows it by its name.

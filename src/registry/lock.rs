@@ -14,11 +14,11 @@
 //! then locks a file without a name; so whoever has locked it looks whether the path still leads to it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags};
+use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, inotify};
 use rustix::io::Errno;
 
 use super::dir::{self, FILE_MODE, Inode, failed};
@@ -107,6 +107,30 @@ impl Lock {
     /// Where the path cannot be looked at.
     pub fn is_in_place(&self) -> Result<bool> {
         still_names(&self.path, &self.descriptor)
+    }
+
+    /// Whether the file has no name any more, wherever BASE was moved to: nobody will ever find this lock.
+    pub fn is_removed(&self) -> bool {
+        fs::fstat(&self.descriptor).is_ok_and(|found| found.st_nlink == 0)
+    }
+
+    /// A descriptor that becomes readable when the file may have been removed; see [`Lock::is_removed`].
+    ///
+    /// # Errors
+    ///
+    /// Where the user has no watch left, or `/proc` is not mounted.
+    pub fn watch_removal(&self) -> Result<OwnedFd> {
+        let failed = |errno: Errno| {
+            Error::io("watch for the removal of", &self.path, &errno.into())
+                .hint("see fs.inotify.max_user_instances and fs.inotify.max_user_watches")
+        };
+        let watch =
+            inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK).map_err(failed)?;
+        // By the descriptor: the path may lead elsewhere by now. While it is open the removal is a change of
+        // the number of links, and the end of the file comes later than anybody waits for.
+        let file = format!("/proc/self/fd/{}", self.descriptor.as_raw_fd());
+        inotify::add_watch(&watch, file, inotify::WatchFlags::ATTRIB).map_err(failed)?;
+        Ok(watch)
     }
 
     /// Removes the file, then lets go: the orderly end. A file that is not ours any more stays.
@@ -257,6 +281,25 @@ mod tests {
         assert!(Lock::from_fd(stranger.into(), &path).is_err());
         let second = std::fs::File::open(&path).unwrap();
         assert!(Lock::from_fd(second.into(), &path).is_err(), "held by another open file");
+    }
+
+    #[test]
+    fn a_removal_wakes_and_a_move_does_not() {
+        use rustix::event::{PollFd, PollFlags, poll};
+        let home = tempfile::tempdir().unwrap();
+        let run = home.path().join("run");
+        std::fs::create_dir(&run).unwrap();
+        let lock = Lock::try_exclusive(&run.join("n.lock")).unwrap().unwrap();
+        let watch = lock.watch_removal().unwrap();
+        let wakes = || {
+            let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+            poll(&mut [PollFd::new(&watch, PollFlags::IN)], Some(&now)).unwrap() > 0
+        };
+        let moved = home.path().join("moved");
+        std::fs::rename(&run, &moved).unwrap();
+        assert!(!wakes() && !lock.is_removed() && !lock.is_in_place().unwrap());
+        std::fs::remove_dir_all(&moved).unwrap();
+        assert!(wakes() && lock.is_removed());
     }
 
     #[test]

@@ -27,4 +27,4 @@ pub use left::{left_files, names_in_use};
 pub use lock::Lock;
 pub use name::Name;
 pub use paths::{Paths, SOCKET_PATH_BYTES_MAX, check_socket_path};
-pub use record::{Host, Liveness, Record, Registration, list, look_up};
+pub use record::{Host, Liveness, Record, Registration, list, look_up, unregistered};

@@ -287,20 +287,22 @@ pub enum Liveness {
 ///
 /// Where `run` exists and cannot be read.
 pub fn list(base: &BaseDir) -> Result<Vec<Registration>> {
-    let run = base.run_dir();
-    let entries = match std::fs::read_dir(&run) {
-        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(|cause| Error::io("read the directory", &run, &cause))?,
-    };
     let here = Host::current();
-    let mut registrations = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|cause| Error::io("read the directory", &run, &cause))?;
-        let Some(name) = registered_name(&entry.file_name()) else { continue };
-        registrations.extend(examine(base, &name, &here));
-    }
-    registrations.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(registrations)
+    let names = names_with(base, b".json")?;
+    Ok(names.iter().filter_map(|name| examine(base, name, &here)).collect())
+}
+
+/// The names whose lock file exists although nothing is registered: of commands and daemons that were killed
+/// early in a start, and of those that are just at it.
+///
+/// # Errors
+///
+/// As [`list`].
+pub fn unregistered(base: &BaseDir) -> Result<Vec<Name>> {
+    let mut names = names_with(base, b".lock")?;
+    let registered = names_with(base, b".json")?;
+    names.retain(|name| !registered.contains(name));
+    Ok(names)
 }
 
 /// What is registered under `name`, or `None`.
@@ -308,9 +310,22 @@ pub fn look_up(base: &BaseDir, name: &Name) -> Option<Registration> {
     examine(base, name, &Host::current())
 }
 
-fn registered_name(file: &OsStr) -> Option<Name> {
-    let stem = file.as_bytes().strip_suffix(b".json")?;
-    std::str::from_utf8(stem).ok()?.parse().ok()
+/// The names of the files in `run` that end so, sorted. What is no cache's name is left out.
+fn names_with(base: &BaseDir, ending: &[u8]) -> Result<Vec<Name>> {
+    let run = base.run_dir();
+    let failed = |cause| Error::io("read the directory", &run, &cause);
+    let entries = match std::fs::read_dir(&run) {
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let file = entry.map_err(failed)?.file_name();
+        let stem = file.as_bytes().strip_suffix(ending).and_then(|stem| std::str::from_utf8(stem).ok());
+        names.extend(stem.and_then(|stem| stem.parse::<Name>().ok()));
+    }
+    names.sort();
+    Ok(names)
 }
 
 fn examine(base: &BaseDir, name: &Name, here: &Host) -> Option<Registration> {

@@ -1,8 +1,9 @@
 //! One source file, opened: by O_DIRECT or why not, and how much of it is in the page cache.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -81,6 +82,21 @@ pub struct SourceFile {
     bytes: u64,
     unit: u64,
     residency: Residency,
+    change_time: Option<ChangeTime>,
+}
+
+/// When the kernel last noted a change of a file or of what it knows of it (`st_ctime`). Nobody can set it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChangeTime {
+    seconds: i64,
+    nanoseconds: i64,
+}
+
+impl ChangeTime {
+    /// What `metadata` says.
+    pub fn of(metadata: &Metadata) -> ChangeTime {
+        ChangeTime { seconds: metadata.ctime(), nanoseconds: metadata.ctime_nsec() }
+    }
 }
 
 impl SourceFile {
@@ -103,6 +119,10 @@ impl SourceFile {
             .map_err(|errno| Error::io("examine", &selected.real, &errno.into()))?;
         check_identity(selected, &about)?;
         settle_writes(&file);
+        let change_time = match tells_change_time(&file) {
+            true => file.metadata().ok().map(|metadata| ChangeTime::of(&metadata)),
+            false => None,
+        };
         let bytes = selected.identity.bytes;
         let residency = match choice {
             Direct::Always => Residency::None,
@@ -120,6 +140,7 @@ impl SourceFile {
             bytes,
             unit,
             residency,
+            change_time,
         };
         source.set_up_direct(alignment.is_some())?;
         source.forgo_readahead();
@@ -182,6 +203,12 @@ impl SourceFile {
     /// Its path in the source directory.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// When it had last been changed before anything was read. `None` where the file system's word on that is not
+    /// taken: some that live in another process or machine make one up each time they are asked.
+    pub fn change_time(&self) -> Option<ChangeTime> {
+        self.change_time
     }
 
     /// What O_DIRECT needs of offsets and lengths.
@@ -301,6 +328,15 @@ impl SourceFile {
             .is_ok_and(|about| REMOTE.contains(&(about.f_type as u64 & 0xffff_ffff)))
     }
 }
+
+fn tells_change_time(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|about| LOCAL.contains(&(about.f_type as u64 & 0xffff_ffff)))
+}
+
+/// `f_type` of file systems of this kernel's own, whose change time moves by a change and by nothing else: ext4,
+/// XFS, Btrfs, tmpfs, F2FS, overlay, ZFS, bcachefs.
+const LOCAL: [u64; 8] =
+    [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0x794c_7630, 0x2fc1_2fc1, 0xca45_1a4e];
 
 /// `f_type` of file systems whose bytes come over a network or out of another process: NFS, SMB (three
 /// generations), Ceph, FUSE, 9P, Lustre, AFS, Coda, GFS2, OCFS2, and virtiofs (which reports FUSE).

@@ -13,7 +13,7 @@ pub mod scheduler;
 pub mod select;
 
 pub use crate::manifest::DirectoryLink;
-pub use file::{Direct, Method, SourceFile, changed, check_unchanged};
+pub use file::{ChangeTime, Direct, Method, SourceFile, changed, check_unchanged};
 pub use select::{BUILT_IN_EXCLUSIONS, select};
 
 /// The files of a model directory that are taken, and why the others are not.

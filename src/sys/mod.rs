@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 pub mod cache;
+pub mod crash;
 pub mod lock;
 pub mod map;
 pub mod memfd;

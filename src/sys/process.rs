@@ -159,6 +159,15 @@ fn mark_closed_descriptors(flags: i32) {
     }
 }
 
+/// Whether the process `pid` is stopped by a signal or a debugger: it does nothing until it is continued. `false`
+/// also where it cannot be seen.
+pub fn is_stopped(pid: i32) -> bool {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name in parentheses may hold anything.
+    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
+    matches!(state, Some(b'T' | b't'))
+}
+
 /// Gives the heap's free pages back to the kernel, where the C library has a way to: what a load took for a
 /// moment would otherwise stay with a daemon that rests.
 pub fn trim_heap() {

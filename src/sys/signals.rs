@@ -117,6 +117,20 @@ pub fn restore(signal: i32) {
     set_disposition(signal, libc::SIG_DFL);
 }
 
+/// Ends this process by `signal`, as its default does. Returns where that is impossible: as process 1 of a PID
+/// namespace, which is not ended by what it sends itself, or for a signal that ends nobody.
+pub fn end_by(signal: i32) {
+    restore(signal);
+    let _ = change_mask(libc::SIG_UNBLOCK, &set_of(&[signal]));
+    if let (Some(this), Some(signal)) = (
+        rustix::process::Pid::from_raw(std::process::id() as i32),
+        rustix::process::Signal::from_named_raw(signal),
+    ) {
+        // Delivered before the call returns where it is delivered at all.
+        let _ = rustix::process::kill_process(this, signal);
+    }
+}
+
 /// Puts every signal that is ignored back to its default, and unblocks all in this thread.
 ///
 /// What the caller of a daemon ignored or blocked is its own affair and must not follow the daemon. An exec

@@ -23,6 +23,7 @@ use crate::error::{Error, Kind, Result, shown};
 use crate::registry::dir::{self, Inode, failed};
 use crate::registry::{Lock, Paths, Record};
 use crate::source::DirectoryLink;
+use crate::sys::crash;
 
 pub use leftovers::left_by_crashed;
 pub use place::{check_outside, check_place};
@@ -121,6 +122,7 @@ fn publish_at(spot: &Spot, kept_dirname: Option<&str>, planned: Vec<Planned>) ->
     // Told before the work; what counts is the look just before the rename.
     refuse_what_stands(spot, standing::stand(spot)?.0)?;
     let aside = spot.make_aside(NEW)?;
+    crash::point("view-begun");
     let published = tree::build(&aside.directory, &planned, spot.path())
         .and_then(|()| fs::fstat(&aside.directory).map_err(failed("look at", spot.path())))
         .and_then(|top| Ok((Inode::of(&top), put_in_place(spot, &aside)?)));
@@ -146,7 +148,9 @@ fn put_in_place(spot: &Spot, aside: &spot::Aside) -> Result<Vec<String>> {
     for _ in 0..ATTEMPTS_MAX {
         match standing::stand(spot)? {
             (Standing::Absent | Standing::Empty, _) => {
+                crash::point("view-built");
                 if spot.put(&aside.name)? {
+                    crash::point("view-published");
                     return Ok(Vec::new());
                 }
             }
@@ -162,7 +166,7 @@ fn put_in_place(spot: &Spot, aside: &spot::Aside) -> Result<Vec<String>> {
                     spot.exchange(&aside.name)?;
                     continue;
                 }
-                return Ok(discard(spot, &aside.name)
+                return Ok(discard(spot, &aside.name, false)
                     .err()
                     .map(|e| e.message().to_owned())
                     .into_iter()
@@ -196,9 +200,11 @@ fn withdraw_from(spot: &Spot, view: &View, remove: bool) -> Result<Withdrawn> {
     let Some(aside) = spot.take_aside(view.top, !remove)? else {
         return Ok(Withdrawn { was_gone: true, ..Withdrawn::default() });
     };
+    crash::point("view-taken-aside");
     let strange = tree::clear(&spot.open_beside(&aside)?, &Ours::exactly(&view.planned));
+    crash::point("view-emptied");
     if strange.is_empty() {
-        spot.remove_empty(&aside)?;
+        spot.settle(&aside, !remove)?;
         return Ok(Withdrawn::default());
     }
     // Somebody wrote there: it must be found where it was written. Unless the path was taken meanwhile.
@@ -221,8 +227,9 @@ fn withdraw_crashed(at: &Path, daemon: Option<i32>, keep_empty_directory: bool) 
     match standing::stand(&spot)? {
         (Standing::Dead { .. }, Some(dead)) => {
             let aside = spot.take_aside(dead, keep_empty_directory)?;
+            crash::point("dead-view-taken-aside");
             // What stays of it now stays under another name, for its reason, and is a matter for the user.
-            let discarded = |aside| match discard(&spot, aside) {
+            let discarded = |aside| match discard(&spot, aside, keep_empty_directory) {
                 Ok(()) => format!("withdrew the dead view {}", shown(at)),
                 Err(error) => error.message().to_owned(),
             };
@@ -250,16 +257,16 @@ fn left_standing(at: &Path, standing: Standing) -> Option<String> {
 
 fn take_dead_away(spot: &Spot, dead: Inode, keep_empty_directory: bool) -> Result<bool> {
     match spot.take_aside(dead, keep_empty_directory)? {
-        Some(aside) => discard(spot, &aside).map(|()| true),
+        Some(aside) => discard(spot, &aside, keep_empty_directory).map(|()| true),
         None => Ok(false),
     }
 }
 
-/// Removes what was found to be a dead view and taken aside.
-fn discard(spot: &Spot, aside: &std::ffi::OsStr) -> Result<()> {
+/// Removes what was found to be a dead view and taken aside; an empty directory stays where `leave_empty`.
+fn discard(spot: &Spot, aside: &std::ffi::OsStr, leave_empty: bool) -> Result<()> {
     let left = tree::clear(&spot.open_beside(aside)?, &Ours::AnyLink);
     match left.first() {
-        None => spot.remove_empty(aside),
+        None => spot.settle(aside, leave_empty),
         Some(first) => {
             let error = format!("{} of the dead view stays: it holds {first}", shown(spot.beside(aside)));
             Err(Error::new(Kind::Failed, error).hint("look at it and remove it by hand"))
@@ -310,7 +317,7 @@ fn remove_leftover(spot: &Spot, name: &std::ffi::OsStr) -> Option<String> {
     if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
         return None;
     }
-    match discard(spot, name) {
+    match discard(spot, name, false) {
         Ok(()) => Some(format!("removed the half-made view {path}")),
         Err(error) => Some(error.message().to_owned()),
     }
@@ -360,11 +367,14 @@ pub fn clean_up_crashed(
         Ok(told) => (told, None),
         Err(error) => (None, Some(error)),
     };
+    crash::point("dead-view-withdrawn");
     let mut lines: Vec<String> = told.into_iter().collect();
     lines.extend(remove_leftovers(at, held));
     lines.extend(crate::registry::clean_up_files(paths, record, held));
+    crash::point("dead-files-removed");
     if view_stays.is_none() {
         lines.extend(crate::registry::clean_up_registration(paths, held));
+        crash::point("dead-registration-removed");
     }
     CleanedUp { lines, view_stays }
 }

@@ -152,7 +152,7 @@ impl Spot {
 
     /// Takes the directory `expected` from the spot and returns its name aside, or `None` where it is not
     /// what stands there. An empty directory takes its place when `leave_empty`; in one step, where the
-    /// file system can exchange names.
+    /// file system can exchange names. Where there is no room for one, the place stays empty: [`Spot::settle`].
     pub(super) fn take_aside(&self, expected: Inode, leave_empty: bool) -> Result<Option<OsString>> {
         if !self.look()?.is_some_and(|found| Inode::of(&found) == expected) {
             return Ok(None);
@@ -173,7 +173,11 @@ impl Spot {
     }
 
     fn swap_for_empty(&self) -> Result<OsString> {
-        let empty = self.make_aside(OLD)?;
+        let empty = match self.make_aside(OLD) {
+            // A view must be withdrawn from a full disk, too.
+            Err(error) if error.kind() == Kind::NoRoom => return self.rename_aside(),
+            made => made?,
+        };
         let swapped = match self.exchange(&empty.name) {
             Ok(true) => return Ok(empty.name),
             Ok(false) => self.rename_aside(),
@@ -194,7 +198,7 @@ impl Spot {
     /// Renames what was taken aside by mistake, whatever it is, to the spot again; `left_empty` says that an
     /// empty directory of ours is there now. Nothing else is replaced.
     fn put_back(&self, aside: &OsStr, left_empty: bool) -> Result<()> {
-        if left_empty {
+        if left_empty && self.look()?.is_some() {
             if self.exchange(aside)? {
                 return self.remove_empty(aside);
             }
@@ -210,6 +214,15 @@ impl Spot {
                 Err(Error::new(Kind::Failed, error).hint("move it by hand"))
             }
         }
+    }
+
+    /// Ends what [`Spot::take_aside`] began with a directory that is empty by now: it goes back to the spot where an
+    /// empty one was to stay and nothing is, else it goes.
+    pub(super) fn settle(&self, aside: &OsStr, leave_empty: bool) -> Result<()> {
+        if leave_empty && self.look()?.is_none() && self.put(aside)? {
+            return Ok(());
+        }
+        self.remove_empty(aside)
     }
 
     /// Removes an empty directory beside the spot.

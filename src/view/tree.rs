@@ -14,6 +14,7 @@ use super::ViewLink;
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry::dir::{self, DIRECTORY_MODE, failed};
 use crate::source::DirectoryLink;
+use crate::sys::crash;
 
 /// Levels of directories: each is one open descriptor while a tree is walked.
 pub(super) const DEPTH_MAX: usize = 128;
@@ -118,6 +119,7 @@ pub(super) fn build(top: &OwnedFd, planned: &[Planned], at: &Path) -> Result<()>
         let parent = open.last().map_or(top, |(_, directory)| directory);
         fs::symlinkat(entry.target.as_os_str(), parent, name)
             .map_err(|errno| failed("create the link", &entry.path, errno))?;
+        crash::point("view-link-made");
     }
     while let Some((name, complete)) = open.pop() {
         fs::fchmod(&complete, PUBLISHED_MODE)

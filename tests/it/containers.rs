@@ -25,7 +25,7 @@ pub(crate) fn inside(words: &[&str], command: &Command) -> Command {
 }
 
 /// Whether commands can be run by `words`; else a line says that they can't.
-fn works(words: &[&str]) -> bool {
+pub(crate) fn works(words: &[&str]) -> bool {
     let output = Command::new(words[0]).args(&words[1..]).arg("true").output();
     let works = output.as_ref().is_ok_and(|output| output.status.success());
     if !works {
@@ -37,7 +37,7 @@ fn works(words: &[&str]) -> bool {
 }
 
 /// How this user makes a PID namespace with a /proc of its own.
-fn pid_namespace() -> Vec<&'static str> {
+pub(crate) fn pid_namespace() -> Vec<&'static str> {
     let mut words = vec!["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
     if !rustix::process::geteuid().is_root() {
         words.extend(["--user", "--map-root-user"]);

@@ -209,7 +209,7 @@ fn a_base_that_is_removed_under_a_daemon_leaves_nothing_in_the_end() {
     sandbox.started(&["--socket", socket]);
     fs::rename(sandbox.path("base"), sandbox.path("gone")).unwrap();
     let status = sandbox.iloader(&["status", "--socket", socket]).expect(0);
-    assert!(status.stdout.contains("was removed or cleaned"), "{status:?}");
+    assert!(status.stdout.contains("was moved"), "{status:?}");
     sandbox.ask("status", &[]).expect_refusal(3, sandbox.name());
     sandbox.iloader(&["stop", "--socket", socket]).expect(0);
     sandbox.nothing_left();

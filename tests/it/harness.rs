@@ -52,7 +52,7 @@ pub(crate) fn skipped(why: impl std::fmt::Display) {
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One small read at a time past the page cache: some tens of megabytes per second at the best.
-const SLOWLY: [&str; 8] =
+pub(crate) const SLOWLY: [&str; 8] =
     ["--engine", "threads", "--read-size", "4096", "--direct", "always", "--queue-depth", "1"];
 
 /// Long enough at that rate for a load to be met, and short enough to be waited for.
@@ -240,7 +240,7 @@ impl Sandbox {
     }
 
     /// The processes that have a segment of a cache open or mapped whose name begins with the sandbox's.
-    fn holders(&self) -> Vec<u32> {
+    pub(crate) fn holders(&self) -> Vec<u32> {
         let segment = format!("iloader:{}", self.name);
         let maps = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
         let holds = |pid: &u32| {

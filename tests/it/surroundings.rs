@@ -465,13 +465,20 @@ fn a_daemon_whose_base_was_removed_ends_without_a_trace() {
         std::fs::remove_dir_all(&base).unwrap();
     };
     sandbox.started(&["--socket", at]);
+    let reader = sandbox.iloader(&["status", "--socket", at]).expect(0);
+    assert!(!reader.stdout.contains("was removed"), "{reader:#?}");
+    // As long as it is leased it stays.
+    let lease = ["run", "--socket", at, sandbox.name(), "--", "sleep", "600"];
+    let lease = Job::spawn(sandbox.command(&lease));
+    until("a lease", || sandbox.status()["leases"].as_array().is_some_and(|leases| !leases.is_empty()));
     remove();
     let status = sandbox.iloader(&["status", "--socket", at]).expect(0);
     assert!(status.stdout.contains("was removed or cleaned"), "{status:#?}");
     sandbox.iloader(&["run", "--socket", at, sandbox.name(), "--", "true"]).expect_refusal(125, "the view");
     // A new one can be started beside it, and is not mixed up with it.
     assert_eq!(sandbox.started(&[]), sandbox.view());
-    sandbox.iloader(&["stop", "--socket", at]).expect(0);
+    sandbox.iloader(&["stop", "--socket", at, "--force"]).expect(0);
+    drop(lease);
     assert!(!socket.exists());
     assert_eq!(sandbox.status()["view_faults"], serde_json::json!([]), "the second one is undisturbed");
 
@@ -514,7 +521,7 @@ fn a_base_that_was_moved_and_a_socket_that_was_removed_are_said() {
 }
 
 /// Commands in a mount namespace of their own, where `base` is what `script` makes of it.
-fn in_own_mounts(sandbox: &Sandbox, base: &Path, script: &str) -> Option<Ran> {
+pub(crate) fn in_own_mounts(sandbox: &Sandbox, base: &Path, script: &str) -> Option<Ran> {
     let mut unshare = vec!["unshare", "--mount", "--map-root-user"];
     if rustix::process::geteuid().is_root() {
         unshare.truncate(2);

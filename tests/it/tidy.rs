@@ -96,6 +96,11 @@ const RULES: &[Rule] = &[
         why: "plan and gc decide, they do no I/O",
     },
     Rule {
+        words: &["Timestamp::now", "SystemTime::now", "ClockId::Realtime"],
+        allowed: |path| WALL_TIME.contains(&path),
+        why: "the clock on the wall jumps: times are measured with Instant",
+    },
+    Rule {
         words: &["tokio", "tokio_uring"],
         allowed: |path| path == "src/engine/tokio_uring.rs",
         why: "no async runtime in the product's own paths",
@@ -106,6 +111,9 @@ const RULES: &[Rule] = &[
         why: "unfinished code is not committed",
     },
 ];
+
+/// What notes the time of day, for people, and computes nothing with it.
+const WALL_TIME: &[&str] = &["src/daemon/log.rs", "src/daemon/preload.rs", "src/daemon/registered.rs"];
 
 /// Where serde may be used: see `docs/architecture.md`.
 const SERDE: &[&str] = &[
@@ -314,6 +322,45 @@ fn every_module_has_a_row_above_what_it_imports() {
     }
 }
 
+/// The tests that the table of faults in `text` names and that are nowhere, and rows that name none.
+fn untested_faults(text: &str, exists: impl Fn(&str, &str) -> bool) -> Vec<String> {
+    let table = text.split("\n## Faults\n").nth(1).and_then(|rest| rest.split("\n## ").next());
+    let rows = table.unwrap_or_default().lines().filter(|line| line.starts_with("| ")).skip(2);
+    let mut found = Vec::new();
+    let mut count = 0;
+    for row in rows {
+        count += 1;
+        let tests: Vec<&str> =
+            row.trim_end_matches(" |").rsplit(" | ").next().unwrap().split("<br>").collect();
+        for test in tests {
+            let named = test.trim().trim_matches('`').split_once("::");
+            if named.is_none_or(|(story, name)| !exists(story, name)) {
+                found.push(format!("no such test: {test}, in: {row}"));
+            }
+        }
+    }
+    if count == 0 {
+        found.push("there is no table of faults".to_owned());
+    }
+    found
+}
+
+#[test]
+fn every_fault_of_the_operations_page_is_a_test() {
+    let exists = |story: &str, name: &str| {
+        let path = root().join("tests/it").join(format!("{story}.rs"));
+        fs::read_to_string(path).is_ok_and(|text| text.contains(&format!("#[test]\nfn {name}()")))
+    };
+    assert_tidy(untested_faults(&read("docs/operations.md"), exists));
+    let table =
+        |row: &str| format!("\n## Faults\n\n| a | b | c | test |\n| --- | --- | --- | --- |\n{row}\n");
+    let story = |_: &str, name: &str| name == "there";
+    assert_eq!(untested_faults(&table("| x | y | z | `s::there`<br>`t::there` |"), story), [""; 0]);
+    for bad in ["", "| x | y | z | `s::gone` |", "| x | y | z | `s::there`<br>`s::gone` |", "| x | y | z |"] {
+        assert_eq!(untested_faults(&table(bad), story).len(), 1, "{bad}");
+    }
+}
+
 #[test]
 fn a_forbidden_import_is_found() {
     let found = |path: &str, text: &str| forbidden_imports(&Source::new(path, text));
@@ -367,6 +414,7 @@ fn a_forbidden_word_is_found() {
         ("src/plan/mod.rs", "use std::fs;"),
         ("src/gc.rs", "fn f(a: &std::fs::Metadata) {}"),
         ("src/load/mod.rs", "use tokio::spawn;"),
+        ("src/daemon/serve.rs", "fn f() { jiff::Timestamp::now(); }"),
     ] {
         assert_eq!(found(path, text), 1, "{path}: {text}");
     }

@@ -9,13 +9,13 @@ use rustix::io::Errno;
 
 use super::super::progress::Bar;
 use super::wanted::Wanted;
-use crate::budget::{self, cgroup::OomKills};
 use crate::control::client::Client;
 use crate::control::frame::timespec;
 use crate::control::message::{Operation, Progress, Reply};
-use crate::daemon::spawn::Spawned;
-use crate::error::{Error, Kind, Result, shown};
+use crate::daemon::spawn::{self, Spawned};
+use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
+use crate::sys::crash;
 use crate::sys::signals::{self, SignalDescriptor};
 use crate::units::ByteSize;
 use crate::view;
@@ -98,6 +98,7 @@ impl Follow {
         // Made late, so that a cache that is ready already shows none.
         let mut bar: Option<Bar> = None;
         self.send(wanted, Operation::Wait { progress: true })?;
+        crash::point("waiting");
         loop {
             // What was received already is looked at first: a short time to wait is enough for a cache
             // that is ready.
@@ -130,7 +131,10 @@ impl Follow {
                         return Err(self.cancel(wanted));
                     }
                     if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                        return Err(self.out_of_time(wanted));
+                        return Err(match self.client.is_stopped() {
+                            true => error.context(format_args!("'{}' is not ready", wanted.config.name)),
+                            false => self.out_of_time(wanted),
+                        });
                     }
                     interrupt.wait(&self.client, deadline)?;
                 }
@@ -196,7 +200,6 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
     if error.kind() != Kind::NotFound {
         return error;
     }
-    let name = &wanted.config.name;
     let how = spawned.and_then(Spawned::ended).unwrap_or_else(|| "ended".to_owned());
     let failure_of = |record: &Option<Record>| record.as_ref().and_then(Record::failure);
     let mut failure = failure_of(&Record::read(&wanted.paths.record).ok().flatten());
@@ -211,35 +214,5 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
     if let Some(failure) = failure {
         return failure;
     }
-    Error::new(Kind::Failed, format!("the daemon of '{name}' {how} before it was ready")).hint(format!(
-        "its log may say why, and what memory there was: {}; the kernel kills when memory runs out: {}",
-        shown(&wanted.config.log_file),
-        where_kills_are_seen(budget::Limits::find().oom_kills())
-    ))
-}
-
-/// Where the kernel says that it killed. The daemon was in the group of the command that started it.
-fn where_kills_are_seen(kills: Option<OomKills>) -> String {
-    let dmesg = "dmesg then says so, and under which limit";
-    match kills {
-        Some(kills) if kills.count > 0 => {
-            format!("{} counts {} (oom_kill), and {dmesg}", shown(&kills.counted_in), kills.count)
-        }
-        _ => dmesg.to_owned(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_kill_that_the_kernel_counts_is_named() {
-        let kills = |count| Some(OomKills { count, counted_in: "/cg/x y/memory.events".into() });
-        assert_eq!(
-            where_kills_are_seen(kills(2)),
-            "'/cg/x y/memory.events' counts 2 (oom_kill), and dmesg then says so, and under which limit"
-        );
-        assert_eq!(where_kills_are_seen(kills(0)), where_kills_are_seen(None));
-    }
+    spawn::ended_early(&wanted.config, &format!("{how} before it was ready"))
 }

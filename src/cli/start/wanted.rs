@@ -39,6 +39,7 @@ impl Wanted {
     pub(super) fn resolve(args: &StartArgs) -> Result<Wanted> {
         // Where there are too few, each thing below would fail in a way of its own.
         limits::raise_descriptors(DESCRIPTORS_OWN)
+            .and_then(|()| limits::check_memory(0, 0))
             .map_err(|error| error.context(format_args!("cannot start '{}'", args.name)))?;
         let environment = Environment::of_process();
         let placement = Placement::from_name(args.tuning.numa.as_deref(), &placement::nodes())?;

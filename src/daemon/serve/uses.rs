@@ -163,11 +163,12 @@ impl Server {
 
     /// When it is to be looked whether an idle cache may go.
     fn eviction_due(&self) -> Option<Instant> {
-        let ttl = Duration::try_from_secs_f64(self.config.idle_ttl_seconds?).ok()?;
         if self.leases.count() > 0 || self.uses.is_evicting || !matches!(self.phase, Phase::Ready(_)) {
             return None;
         }
-        let due = self.idle_since.checked_add(ttl)?;
+        let ttl = self.config.idle_ttl_seconds.and_then(|ttl| Duration::try_from_secs_f64(ttl).ok());
+        let idle = ttl.and_then(|ttl| self.idle_since.checked_add(ttl));
+        let due = idle.into_iter().chain(self.removal_due()).min()?;
         Some(self.uses.eviction_after.map_or(due, |after| after.max(due)))
     }
 
@@ -303,8 +304,10 @@ impl Server {
         let is_free = self.leases.count() == 0 && seen.readers.is_empty();
         let is_forced = due.iter().any(|stop| stop.force);
         if is_forced || (is_free && (is_evicting || !due.is_empty())) {
+            let mut remove_view = due.iter().any(|stop| stop.remove_view);
             if due.is_empty() {
-                self.log.line("nobody has read it for --idle-ttl: it is evicted");
+                self.log.line(self.why_evicted());
+                remove_view = self.is_view_unwanted();
             } else {
                 let asking = self.listener.pid(due[0].from);
                 let (leases, readers) = (self.leases.count(), seen.readers.len());
@@ -312,7 +315,6 @@ impl Server {
                     "process {asking} stops it, with {leases} live leases and {readers} readers"
                 ));
             }
-            let remove_view = due.iter().any(|stop| stop.remove_view);
             self.begin_stop(remove_view, Some(&seen));
             return;
         }
