@@ -56,7 +56,7 @@ fn memory_limits_at_any_height_are_named() {
     }
     let sandbox = Sandbox::new();
     for (option, name, step, last) in
-        [("as", "RLIMIT_AS", 6_000_000, 96), ("data", "RLIMIT_DATA", 1_500_000, 36)]
+        [("as", "RLIMIT_AS", 6_000_000, 96), ("data", "RLIMIT_DATA", 2_000_000, 48)]
     {
         let heights = (1..).map(|number| number * step).take_while(|bytes| *bytes <= last * 1_000_000);
         let worked: Vec<bool> = heights

@@ -63,7 +63,7 @@ fn every_answer_has_the_documented_fields_and_no_other() {
     sandbox.started(&["--idle-ttl", "3600", "--passthrough", "config.json"]);
     let of_a_cache = documented("each of the `caches` of `list`:", "`status` adds:");
     let of_status = documented("`status` adds:", "\n`list`:\n");
-    let of_list = documented("\n`list`:\n", "\n`inspect`:\n");
+    let of_list = documented("\n`list`:\n", "\n`gc`:\n");
     // Told only where there is something to tell.
     let optional = ["schema", "warnings", "error", "directory_links", "quota_error"];
     let check = |document: &Value, names: &[&Vec<String>]| {

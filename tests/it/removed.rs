@@ -54,11 +54,11 @@ fn a_leased_cache_ends_after_its_last_lease() {
     std::fs::hard_link(sandbox.path("base/logs").join(format!("{}.log", sandbox.name())), &log).unwrap();
     let said = |what: &str| std::fs::read_to_string(&log).unwrap().contains(what);
     remove(&sandbox);
-    until("a line in the log", || said("was removed: it ends when no lease is left"));
+    until("a line in the log", || said("was removed: it ends when nobody reads it any more"));
     assert_eq!(sandbox.daemons().len(), 1);
     drop(lease);
     sandbox.nothing_left();
-    assert!(said("nobody has a lease: it ends"));
+    assert!(said("nobody reads it: it ends"));
 }
 
 #[test]
