@@ -9,9 +9,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 
-use crate::harness::{Job, Ran, Sandbox, entries, open_files, processes, skipped, until};
+use crate::harness::{Job, Ran, Sandbox, entries, open_files, processes, until};
+use crate::memory_group::MemoryGroup;
 
 const MIB: u64 = 1 << 20;
 
@@ -78,73 +79,11 @@ fn of_32_starts_of_one_name_one_loads_and_all_print() {
     sandbox.ask("stop", &[]).expect(0);
 }
 
-/// A cgroup with a memory limit, of version 1 or 2. What is in it ends with it.
-struct MemoryGroup {
-    directory: PathBuf,
-    is_first_version: bool,
-}
-
-impl MemoryGroup {
-    fn new(name: &str, bytes: u64) -> Option<MemoryGroup> {
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
-        let mount = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).find_map(|fields| {
-            let first = fields[2] == "cgroup" && fields[3].split(',').any(|option| option == "memory");
-            let second = fields[2] == "cgroup2"
-                && fs::read_to_string(Path::new(fields[1]).join("cgroup.subtree_control"))
-                    .is_ok_and(|controllers| controllers.split_whitespace().any(|word| word == "memory"));
-            (first || second).then(|| (PathBuf::from(fields[1]), first))
-        });
-        let (root, is_first_version) = mount?;
-        let group = MemoryGroup { directory: root.join(format!("iloader-{name}")), is_first_version };
-        fs::create_dir(&group.directory).ok()?;
-        let limit = if is_first_version { "memory.limit_in_bytes" } else { "memory.max" };
-        fs::write(group.directory.join(limit), bytes.to_string()).ok()?;
-        Some(group)
-    }
-
-    /// `command`, in the group from its start.
-    fn around(&self, command: &Command) -> Command {
-        let join = format!("echo $$ >'{}' && exec \"$@\"", self.directory.join("cgroup.procs").display());
-        let mut around = Command::new("sh");
-        around.args(["-c", &join, "sh"]).arg(command.get_program()).args(command.get_args());
-        around.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        around
-    }
-
-    /// How many processes the kernel killed in it for want of memory.
-    fn kills(&self) -> u64 {
-        let file = if self.is_first_version { "memory.oom_control" } else { "memory.events" };
-        let text = fs::read_to_string(self.directory.join(file)).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
-        line.map_or(0, |number| number.trim().parse().unwrap())
-    }
-
-    fn processes(&self) -> Vec<Pid> {
-        let text = fs::read_to_string(self.directory.join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|line| line.parse().ok().and_then(Pid::from_raw)).collect()
-    }
-}
-
-impl Drop for MemoryGroup {
-    fn drop(&mut self) {
-        for pid in self.processes() {
-            let _ = kill_process(pid, Signal::KILL);
-        }
-        for _ in 0..1000 {
-            if fs::remove_dir(&self.directory).is_ok() || !self.directory.exists() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
 #[test]
 fn of_8_starts_that_do_not_all_fit_some_finish_and_the_others_are_refused() {
     let sandbox = Sandbox::empty();
-    let Some(group) = MemoryGroup::new(sandbox.name(), 512 * MIB) else {
-        return skipped("no cgroup with a memory limit can be made");
-    };
+    let Some(group) = MemoryGroup::new(&sandbox) else { return };
+    group.limit(512 * MIB);
     // Four of them fit beside the reserve, six would not fit at all.
     let models: Vec<PathBuf> =
         (0..8).map(|number| model(&sandbox, &format!("m{number}"), 80 * MIB)).collect();
@@ -153,7 +92,7 @@ fn of_8_starts_that_do_not_all_fit_some_finish_and_the_others_are_refused() {
         .iter()
         .enumerate()
         .map(|(number, model)| start(&sandbox, model, &format!("{}-{number}", sandbox.name()), &more))
-        .map(|command| Job::spawn(group.around(&command)))
+        .map(|command| group.spawn(&command))
         .collect();
     let ended: Vec<Ran> = starts.into_iter().map(Job::wait).collect();
     let (admitted, refused): (Vec<&Ran>, Vec<&Ran>) = ended.iter().partition(|ran| ran.code == Some(0));
@@ -166,14 +105,14 @@ fn of_8_starts_that_do_not_all_fit_some_finish_and_the_others_are_refused() {
         );
     }
     assert!(ended.iter().any(|ran| ran.stderr.contains("promised to starts under way")), "{ended:#?}");
-    assert_eq!(group.kills(), 0, "the kernel killed for want of memory");
+    assert_eq!(group.oom_kills(), 0, "the kernel killed for want of memory");
     for ran in admitted {
         assert_eq!(fs::metadata(ran.path().join("model.safetensors")).unwrap().len(), 80 * MIB);
     }
     // Nothing is promised any more: what was refused fits once the others are gone.
     sandbox.iloader(&["stop", "--all"]).expect(0);
     let again = start(&sandbox, &models[7], sandbox.name(), &["--reserve-bytes", "96MiB"]);
-    Job::spawn(group.around(&again)).wait().expect(0);
+    group.spawn(&again).wait().expect(0);
     sandbox.ask("stop", &[]).expect(0);
 }
 

@@ -288,7 +288,6 @@ impl Drop for Frozen {
 pub(crate) struct Job {
     child: Child,
     line: String,
-    word: String,
     stdout: mpsc::Receiver<String>,
     stderr: mpsc::Receiver<String>,
 }
@@ -298,8 +297,7 @@ impl Job {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-        let word = command.get_args().next().unwrap_or_default().to_string_lossy().into_owned();
-        Job { child, line: format!("{command:?}"), word, stdout: drain(stdout), stderr: drain(stderr) }
+        Job { child, line: format!("{command:?}"), stdout: drain(stdout), stderr: drain(stderr) }
     }
 
     pub(crate) fn pid(&self) -> Pid {
@@ -338,7 +336,6 @@ impl Job {
             stdout: text(&self.stdout),
             stderr: text(&self.stderr),
             line: self.line.clone(),
-            word: self.word.clone(),
         }
     }
 }
@@ -367,8 +364,6 @@ pub(crate) struct Ran {
     pub(crate) signal: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
-    /// The first argument: the command of `iloader`.
-    pub(crate) word: String,
     /// For messages.
     #[allow(dead_code, reason = "the derived Debug reads it")]
     line: String,

@@ -6,9 +6,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::harness::{Job, Ran, Sandbox, bytes_of, has_ended};
+use crate::harness::{Job, Ran, Sandbox, bytes_of, has_ended, until};
+use crate::memory_group::MemoryGroup;
 
 /// How many processes are killed, for each backing.
 const KILLS: u32 = 200;
@@ -56,8 +58,11 @@ struct Havoc {
     dice: Dice,
     /// The digest of each file.
     digests: BTreeMap<&'static str, String>,
-    jobs: Vec<Job>,
+    /// What runs, and which command of `iloader` it is.
+    jobs: Vec<(Job, String)>,
     kills: u32,
+    /// Where the kernel counts the memory that they take, where that can be had.
+    group: Option<MemoryGroup>,
     /// How often a command of each kind ended well: a mix of failures would show nothing.
     successes: BTreeMap<String, u32>,
 }
@@ -71,8 +76,9 @@ impl Havoc {
             sandbox.write(path, &bytes);
             digests.insert(*path, hexadecimal(&Sha256::digest(&bytes)));
         }
+        let group = MemoryGroup::new(&sandbox);
         let (jobs, successes) = (Vec::new(), BTreeMap::new());
-        Havoc { sandbox, backing, dice: Dice(seed), digests, jobs, kills: 0, successes }
+        Havoc { sandbox, backing, dice: Dice(seed), digests, jobs, kills: 0, group, successes }
     }
 
     fn wreak(mut self) {
@@ -86,18 +92,30 @@ impl Havoc {
             }
         }
         self.reap(0);
-        for kind in ["start", "run", "stop", "list"] {
+        for kind in ["start", "run", "stop", "gc", "list"] {
             assert!(self.successes.get(kind).is_some_and(|count| *count > 0), "{:?}", self.successes);
         }
         // The next ordinary commands work without any cleaning.
         for name in self.names() {
-            let started = self.sandbox.iloader(&self.start_words(&name));
-            // One that runs with the other settings runs on.
-            let view = if started.code == Some(9) { self.sandbox.iloader(&["view", &name]) } else { started };
-            self.check_whole(&view.expect(0).path());
+            let words = [self.start_words(&name), vec!["--replace", "--max-resident-bytes", "0"]].concat();
+            let mut started = self.sandbox.iloader(&words);
+            // One that has other settings is replaced once the child of a killed command has let go of it.
+            until("nobody who reads", || {
+                if started.code == Some(5) {
+                    started = self.sandbox.iloader(&words);
+                }
+                started.code != Some(5)
+            });
+            self.check_whole(&started.expect(0).path());
         }
         self.sandbox.iloader(&["stop", "--all", "--remove-view"]).expect(0);
+        let list = self.sandbox.iloader(&["list", "--json"]).expect(0).json();
+        assert_eq!((&list["quota_bytes"], &list["quota_used_bytes"]), (&Value::Null, &Value::from(0)));
         self.sandbox.nothing_left();
+        if let Some(group) = self.group {
+            until("memory that is given back", || group.shared_bytes() == 0);
+            assert_eq!(group.oom_kills(), 0);
+        }
     }
 
     fn names(&self) -> Vec<String> {
@@ -111,7 +129,7 @@ impl Havoc {
     }
 
     /// Starts one of the commands that a user could type at this moment.
-    fn any_command(&mut self) -> Job {
+    fn any_command(&mut self) -> (Job, String) {
         let name = self.names().swap_remove(self.dice.below(NAMES as u64) as usize);
         let choice = self.dice.below(20);
         let variant = self.dice.below(3);
@@ -120,17 +138,23 @@ impl Havoc {
             0..8 => self.start_words(&name),
             8..13 => vec!["run", &name, "--", "sh", "-c", &script],
             13..16 => vec!["stop", &name],
-            16..18 => vec!["list"],
+            16..18 => vec!["gc", "--resident", "--ttl", "0", "--apply"],
             _ => vec!["list"],
         };
         match (words[0], variant) {
             ("start", 0) => words.push("--no-wait"),
-            ("start", 1) => words.extend(["--idle-ttl", "3600"]),
+            ("start", 1) => words.extend(["--idle-ttl", "3600", "--replace"]),
+            ("start", _) => words.extend(["--max-resident-bytes", "1GiB"]),
             ("stop", 0) => words.push("--force"),
             ("stop", 1) => words.extend(["--force", "--remove-view"]),
             _ => {}
         }
-        Job::spawn(self.sandbox.command(&words))
+        let command = self.sandbox.command(&words);
+        let kind = words[0].to_owned();
+        match &self.group {
+            Some(group) => (group.spawn(&command), kind),
+            None => (Job::spawn(command), kind),
+        }
     }
 
     /// Waits until at most `left` commands run, and checks what the others did.
@@ -138,9 +162,9 @@ impl Havoc {
         loop {
             let mut index = 0;
             while index < self.jobs.len() {
-                if self.jobs[index].is_over() {
-                    let ran = self.jobs.swap_remove(index).wait();
-                    self.check(&ran);
+                if self.jobs[index].0.is_over() {
+                    let (job, kind) = self.jobs.swap_remove(index);
+                    self.check(&job.wait(), kind);
                 } else {
                     index += 1;
                 }
@@ -153,23 +177,23 @@ impl Havoc {
     }
 
     /// A command may have failed for what was done to it, but it tells no lie and does not crash.
-    fn check(&mut self, ran: &Ran) {
+    fn check(&mut self, ran: &Ran, kind: String) {
         assert!(ran.signal.is_none_or(|signal| signal == libc::SIGKILL), "{ran:#?}");
         assert!(ran.code.is_none_or(|code| code != 101) && !ran.stderr.contains("panicked"), "{ran:#?}");
-        for line in ran.stdout.lines().filter(|line| line.contains(".safetensors") || line.contains("config"))
-        {
+        let read = if kind == "run" { ran.stdout.as_str() } else { "" };
+        for line in read.lines() {
             let (digest, path) = line.split_once("  ").unwrap_or_else(|| panic!("{ran:#?}"));
             let name = Path::new(path).file_name().unwrap().to_str().unwrap();
             assert_eq!(digest, self.digests[name], "wrong bytes were read: {ran:#?}");
         }
         if ran.code == Some(0) {
-            *self.successes.entry(ran.word.clone()).or_default() += 1;
+            *self.successes.entry(kind).or_default() += 1;
         }
     }
 
     fn kill_any(&mut self) {
         let mut victims = self.sandbox.daemons();
-        victims.extend(self.jobs.iter_mut().filter_map(|job| (!job.is_over()).then(|| job.pid())));
+        victims.extend(self.jobs.iter_mut().filter_map(|(job, _)| (!job.is_over()).then(|| job.pid())));
         if victims.is_empty() {
             return;
         }

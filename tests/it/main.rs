@@ -20,6 +20,7 @@ mod limits;
 mod main_job;
 mod make_model;
 mod memory;
+mod memory_group;
 mod pids;
 mod pressure;
 mod quota;

@@ -2,12 +2,11 @@
 //! OOM killer acts, and one that just fits is left alone.
 
 use std::path::PathBuf;
-use std::process::Command;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 
-use crate::containers::inside;
 use crate::harness::{Job, Sandbox, has_ended, skipped, until};
+use crate::memory_group::MemoryGroup;
 
 const MIB: u64 = 1 << 20;
 
@@ -21,109 +20,6 @@ const WAYS: [[&str; 4]; 4] = [
 
 /// One small read at a time: some seconds for the models here.
 const SLOWLY: [&str; 6] = ["--engine", "threads", "--read-size", "4096", "--queue-depth", "1"];
-
-/// A control group with a limit on its memory, of v1 or v2. At the end it is removed, with all that is in it.
-struct MemoryGroup {
-    directory: PathBuf,
-    is_v1: bool,
-}
-
-impl MemoryGroup {
-    /// A group of its own for `sandbox`; where none can be made, a line says so.
-    fn new(sandbox: &Sandbox) -> Option<MemoryGroup> {
-        let group = MemoryGroup::made(&format!("iloader-{}", sandbox.name()));
-        if group.is_none() {
-            skipped(
-                "no cgroup with a limit on memory can be made: that needs root, and v1 or v2 with memory",
-            );
-        }
-        group
-    }
-
-    fn made(name: &str) -> Option<MemoryGroup> {
-        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-        let mount = |is_meant: &dyn Fn(&[&str]) -> bool| {
-            let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-            fields.find(|fields| is_meant(fields)).map(|fields| PathBuf::from(fields[1]))
-        };
-        let v1 =
-            mount(&|fields| fields[2] == "cgroup" && fields[3].split(',').any(|option| option == "memory"));
-        let (root, is_v1) = match v1 {
-            Some(root) => (root, true),
-            None => (mount(&|fields| fields[2] == "cgroup2")?, false),
-        };
-        let group = MemoryGroup { directory: root.join(name), is_v1 };
-        std::fs::create_dir(&group.directory).ok()?;
-        group.directory.join(group.file("memory.limit_in_bytes", "memory.max")).exists().then_some(group)
-    }
-
-    fn file(&self, v1: &'static str, v2: &'static str) -> &'static str {
-        if self.is_v1 { v1 } else { v2 }
-    }
-
-    fn read(&self, v1: &'static str, v2: &'static str) -> String {
-        std::fs::read_to_string(self.directory.join(self.file(v1, v2))).unwrap()
-    }
-
-    fn limit(&self, bytes: u64) {
-        let file = self.directory.join(self.file("memory.limit_in_bytes", "memory.max"));
-        std::fs::write(file, bytes.to_string()).unwrap();
-    }
-
-    fn usage(&self) -> u64 {
-        self.read("memory.usage_in_bytes", "memory.current").trim().parse().unwrap()
-    }
-
-    /// The highest usage so far; `None` on kernels that do not tell it.
-    fn peak(&self) -> Option<u64> {
-        let file = self.directory.join(self.file("memory.max_usage_in_bytes", "memory.peak"));
-        std::fs::read_to_string(file).ok()?.trim().parse().ok()
-    }
-
-    fn oom_kills(&self) -> u64 {
-        let text = self.read("memory.oom_control", "memory.events");
-        let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
-        count.unwrap().trim().parse().unwrap()
-    }
-
-    fn processes(&self) -> Vec<Pid> {
-        let text = std::fs::read_to_string(self.directory.join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|pid| Pid::from_raw(pid.parse().ok()?)).collect()
-    }
-
-    /// Runs `command` in it.
-    fn spawn(&self, command: &Command) -> Job {
-        let join = format!("echo $$ >'{}' && exec \"$@\"", self.directory.join("cgroup.procs").display());
-        Job::spawn(inside(&["sh", "-c", &join, "sh"], command))
-    }
-
-    /// A neighbour that takes so many bytes of memory, and keeps them until the end of the group.
-    fn grow(&self, bytes: u64) -> Job {
-        // What has no end of a line is kept whole.
-        let script = format!("(head -c {bytes} /dev/zero; exec sleep 1000) | tail -n 1");
-        let mut command = Command::new("sh");
-        self.spawn(command.args(["-c", &script]))
-    }
-
-    /// Nothing of a load is left in it but what was there before, and some of the kernel's own.
-    fn is_given_back(&self, before: u64) {
-        until("memory that is given back", || self.usage() < before + 8 * MIB);
-    }
-}
-
-impl Drop for MemoryGroup {
-    fn drop(&mut self) {
-        for _ in 0..500 {
-            for pid in self.processes() {
-                let _ = kill_process(pid, Signal::KILL);
-            }
-            if std::fs::remove_dir(&self.directory).is_ok() {
-                break;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(10));
-        }
-    }
-}
 
 /// A sandbox with a model of so many bytes. It takes none on disk.
 fn sandbox_of(bytes: u64) -> Sandbox {

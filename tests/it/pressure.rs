@@ -2,10 +2,11 @@
 //! swapped out, and a load that is to stand back does.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use crate::harness::{Job, MODEL, Sandbox, bytes_of, entries, skipped, until};
+use crate::memory_group::MemoryGroup;
 use crate::unprivileged::Town;
 
 /// Swap in compressed memory, as long as this lives. One test run at a time has it, on the whole machine.
@@ -66,86 +67,6 @@ impl Drop for Zram {
     }
 }
 
-/// A memory cgroup of its own, of either version: what it has is reclaimed without anybody else's.
-struct MemoryCgroup {
-    directory: PathBuf,
-    is_v2: bool,
-}
-
-impl MemoryCgroup {
-    fn new(name: &str) -> Option<MemoryCgroup> {
-        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-        let place = |kind: &str, option: &str| {
-            mounts.lines().find_map(|line| {
-                let fields: Vec<&str> = line.split(' ').collect();
-                let fits =
-                    fields[2] == kind && (option.is_empty() || fields[3].split(',').any(|o| o == option));
-                fits.then(|| PathBuf::from(fields[1]))
-            })
-        };
-        let (root, is_v2) = match place("cgroup", "memory") {
-            Some(root) => (root, false),
-            None => (place("cgroup2", "")?, true),
-        };
-        let cgroup = MemoryCgroup { directory: root.join(format!("iloader-{name}")), is_v2 };
-        std::fs::create_dir(&cgroup.directory).ok()?;
-        let knob = if is_v2 { "memory.reclaim" } else { "memory.force_empty" };
-        cgroup.directory.join(knob).exists().then_some(cgroup)
-    }
-
-    /// Has the kernel take back all that it can. What it can't is no error here.
-    fn reclaim(&self) {
-        let (knob, what) = if self.is_v2 { ("memory.reclaim", "1G") } else { ("memory.force_empty", "0") };
-        for _ in 0..3 {
-            let _ = std::fs::write(self.directory.join(knob), what);
-        }
-    }
-
-    /// Bytes of files in memory that are in memory, by the kernel's own account.
-    fn resident_bytes(&self) -> u64 {
-        self.account("shmem")
-    }
-
-    /// Bytes on swap.
-    fn swapped_bytes(&self) -> u64 {
-        match std::fs::read_to_string(self.directory.join("memory.swap.current")) {
-            Ok(text) => text.trim().parse().unwrap(),
-            Err(_) => self.account("swap"),
-        }
-    }
-
-    fn account(&self, name: &str) -> u64 {
-        let text = std::fs::read_to_string(self.directory.join("memory.stat")).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
-    }
-
-    /// `command` inside it.
-    fn run(&self, command: &Command) -> Job {
-        let join = format!("echo $$ >'{}' && exec \"$@\"", self.directory.join("cgroup.procs").display());
-        let mut inside = Command::new("sh");
-        inside.args(["-c", &join, "sh"]).arg(command.get_program()).args(command.get_args());
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => inside.env(name, value),
-                None => inside.env_remove(name),
-            };
-        }
-        Job::spawn(inside)
-    }
-}
-
-impl Drop for MemoryCgroup {
-    fn drop(&mut self) {
-        for _ in 0..100 {
-            if std::fs::remove_dir(&self.directory).is_ok() {
-                break;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-    }
-}
-
 const WEIGHTS: &str = "weights.safetensors";
 const WEIGHTS_BYTES: u64 = (48 << 20) + 123;
 
@@ -174,15 +95,14 @@ fn mapped_huge_bytes(sandbox: &Sandbox) -> u64 {
 fn a_cache_is_whole_when_it_is_swapped_out_and_says_how_much_is() {
     let Some(_zram) = Zram::on(512 << 20) else { return };
     for backing in ["memfd", "tmpfs"] {
-        let name = format!("swap-{}-{backing}", std::process::id());
-        let Some(cgroup) = MemoryCgroup::new(&name) else { return skipped("no memory cgroup can be made") };
         let sandbox = Sandbox::new();
+        let Some(cgroup) = MemoryGroup::new(&sandbox) else { return };
         sandbox.write(WEIGHTS, &bytes_of(99, WEIGHTS_BYTES));
 
         // Held in memory: nothing goes, whatever the pressure.
         let start = |more: &[&str]| {
             let command = sandbox.start_command(&[&["--backing", backing], more].concat());
-            let ran = cgroup.run(&command).wait();
+            let ran = cgroup.spawn(&command).wait();
             ran.expect(0)
         };
         let started = start(&["--mlock"]);
@@ -194,7 +114,7 @@ fn a_cache_is_whole_when_it_is_swapped_out_and_says_how_much_is() {
         // Some may have been split before they were locked, where the whole machine is short of memory.
         let (mapped, loaded) = (mapped_huge_bytes(&sandbox), bytes_in(&status, "huge_page_bytes"));
         assert!(mapped >= loaded / 2, "huge pages stay huge: {mapped} of {loaded}");
-        assert!(cgroup.resident_bytes() >= allocated, "{} of {allocated}", cgroup.resident_bytes());
+        assert!(cgroup.shared_bytes() >= allocated, "{} of {allocated}", cgroup.shared_bytes());
         assert_whole(&sandbox.view());
         sandbox.ask("stop", &[]).expect(0);
 
@@ -210,7 +130,7 @@ fn a_cache_is_whole_when_it_is_swapped_out_and_says_how_much_is() {
         let (swapped, on_swap) = (bytes_in(&status, "swapped_bytes"), cgroup.swapped_bytes());
         assert!(swapped >= allocated / 10 * 9, "{swapped} of {allocated} went");
         assert!(swapped <= on_swap && on_swap - swapped <= TOLERANCE, "{swapped} of {on_swap} on swap");
-        let there = cgroup.resident_bytes();
+        let there = cgroup.shared_bytes();
         assert!((swapped + there).abs_diff(allocated) <= 4 << 20, "{swapped} + {there} of {allocated}");
         let text = sandbox.ask("status", &[]).expect(0).stdout;
         assert!(text.lines().any(|line| line.starts_with("swapped: ") && line.ends_with(" MiB")), "{text}");
