@@ -98,7 +98,7 @@ fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
         reserve => format!(" after the {} reserve", ByteSize(reserve)),
     };
     let limit = &available.binding.what;
-    let of = match available.promised_bytes {
+    let of = match available.binding.promised_bytes {
         0 => format!("{}, {limit}", ByteSize(available.bytes)),
         promised => format!(
             "{}: {}, {limit}, less {} promised to starts under way",
@@ -110,7 +110,7 @@ fn above_room(request: &Request, available: &Availability, room: u64) -> Error {
     let message =
         format!("needs {need}, but {fits} is available{after} ({:?} of {of})", request.memory_fraction);
     let mut ways = Vec::new();
-    if available.promised_bytes > 0 {
+    if available.binding.promised_bytes > 0 {
         ways.push("wait for the starts under way".to_owned());
     }
     ways.push("stop another cache (iloader list)".to_owned());
@@ -141,13 +141,13 @@ fn told_apart(one: u64, other: u64) -> (String, String) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::budget::Room;
+    use crate::budget::{Promised, Room};
     use proptest::prelude::*;
 
     const GIB: u64 = 1 << 30;
 
     fn host(bytes: u64) -> Availability {
-        Availability::of(vec![Room { bytes, what: "host MemAvailable".into() }])
+        Availability::of(vec![Room::of_all(bytes, "host MemAvailable")])
     }
 
     fn request(need_bytes: u64) -> Request {
@@ -173,8 +173,8 @@ mod tests {
     #[test]
     fn a_refusal_names_need_room_rule_and_limit() {
         let rooms = vec![
-            Room { bytes: 64 * GIB, what: "host MemAvailable".into() },
-            Room { bytes: 13 * GIB + GIB / 2, what: "cgroup v1 /box".into() },
+            Room::of_all(64 * GIB, "host MemAvailable"),
+            Room::of_all(13 * GIB + GIB / 2, "cgroup v1 /box"),
         ];
         let error = admit(&request(15 * GIB), &Availability::of(rooms)).unwrap_err();
         assert_eq!(
@@ -193,8 +193,8 @@ mod tests {
 
     #[test]
     fn what_is_promised_is_not_available() {
-        let mut available = host(16 * GIB);
-        available.promised_bytes = 6 * GIB;
+        let beside = |bytes| host(16 * GIB).beside(&[Promised { bytes, groups: None }]);
+        let available = beside(6 * GIB);
         assert!(admit(&request(8 * GIB), &available).is_ok());
         let error = admit(&request(9 * GIB), &available).unwrap_err();
         assert_eq!(
@@ -203,7 +203,7 @@ mod tests {
              (0.9 of 10.0 GiB: 16.0 GiB, host MemAvailable, less 6.0 GiB promised to starts under way)"
         );
         assert!(error.hint_text().unwrap().starts_with("wait for the starts under way"), "{error:?}");
-        available.promised_bytes = u64::MAX;
+        let available = beside(u64::MAX);
         assert_eq!(admissible_bytes(&request(0), &available).unwrap(), 0);
         assert!(admit(&Request { force: true, ..request(9 * GIB) }, &available).is_ok());
     }

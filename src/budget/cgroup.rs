@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::room::{Room, read};
@@ -162,10 +163,22 @@ fn room_bytes(limit: u64, usage: u64, reclaimable: u64) -> u64 {
     limit.saturating_sub(usage.saturating_sub(reclaimable))
 }
 
+/// A control group as the kernel numbers it: by the inode of its directory, which is the same for every process,
+/// however much of the hierarchy it sees and under which path. Each hierarchy has numbers of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupId {
+    /// Of which hierarchy.
+    pub version: Version,
+    /// The inode of its directory.
+    pub inode: u64,
+}
+
 /// One control group that this process or an ancestor of its group is in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Group {
     version: Version,
+    /// `None` where its directory cannot be seen.
+    id: Option<GroupId>,
     /// Seen from the root of our cgroup namespace.
     path: String,
     directory: PathBuf,
@@ -202,9 +215,24 @@ pub(super) struct Allowed {
     pub(super) unwritten_bytes: u64,
 }
 
-fn allows(limit: u64, usage: u64, pages: FilePages, what: String) -> Allowed {
-    let room = Room { bytes: room_bytes(limit, usage, pages.clean_bytes), what };
-    Allowed { room, unwritten_bytes: pages.unwritten_bytes }
+fn allows(limit: u64, usage: u64, pages: FilePages, what: String, group: Option<GroupId>) -> Allowed {
+    let bytes = room_bytes(limit, usage, pages.clean_bytes);
+    Allowed { room: Room { group, ..Room::of_all(bytes, what) }, unwritten_bytes: pages.unwritten_bytes }
+}
+
+/// Our group and its ancestors as far as one mount shows them, ours first.
+#[derive(Debug, Default)]
+struct Walk {
+    groups: Vec<Group>,
+    /// It begins at our group and ends where nothing above is charged.
+    is_whole: bool,
+}
+
+impl Walk {
+    /// All groups that are charged, where these are all.
+    fn ids(&self) -> Option<Vec<GroupId>> {
+        self.is_whole.then(|| self.groups.iter().map(|group| group.id).collect())?
+    }
 }
 
 /// The groups whose limits hold for one process: found once, so that a look reads their numbers alone.
@@ -216,6 +244,8 @@ pub(super) struct Groups {
     membership: String,
     groups: Vec<Group>,
     charged: Option<String>,
+    /// Every group that is charged; `None` where they cannot all be seen.
+    charged_ids: Option<Vec<GroupId>>,
 }
 
 /// How often the kernel's OOM killer ended a process of a group.
@@ -241,9 +271,16 @@ impl Groups {
         let text = files.read(Path::new(MEMBERSHIP)).unwrap_or_default();
         let mounts = files.read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
         let membership = parse_membership(&text);
+        // The controller is in one hierarchy alone.
+        let charging = if membership.v1.is_some() { Version::V1 } else { Version::V2 };
         let mut groups: Vec<Group> = Vec::new();
+        let mut charged_ids = None;
         for mount in parse_mounts(&mounts) {
-            for group in files.groups(&mount, &membership, pid) {
+            let walk = files.walk(&mount, &membership, pid);
+            if mount.version == charging {
+                charged_ids = charged_ids.or_else(|| walk.ids());
+            }
+            for group in walk.groups {
                 // A hierarchy may be mounted several times, each time showing another part of it.
                 let is_known = |known: &Group| (known.version, &known.path) == (group.version, &group.path);
                 if !groups.iter().any(is_known) && files.has_limits(&group) {
@@ -252,7 +289,7 @@ impl Groups {
             }
         }
         let charged = charged(&membership, &groups);
-        Groups { root: root.to_owned(), pid, membership: text, groups, charged }
+        Groups { root: root.to_owned(), pid, membership: text, groups, charged, charged_ids }
     }
 
     /// Finds them anew where the process was moved to another group since.
@@ -283,6 +320,11 @@ impl Groups {
     /// The group that the memory of this process is charged to, `None` where the kernel counts none.
     pub(super) fn charged(&self) -> Option<&str> {
         self.charged.as_deref()
+    }
+
+    /// That group and all above it, with a limit or without; `None` where they cannot all be seen.
+    pub(super) fn charged_ids(&self) -> Option<&[GroupId]> {
+        self.charged_ids.as_deref()
     }
 }
 
@@ -332,27 +374,27 @@ impl Files<'_> {
             Version::V1 => "memory.limit_in_bytes",
             Version::V2 => "memory.max",
         };
-        let path = group.directory.join(name);
-        self.root.join(path.strip_prefix("/").unwrap_or(&path)).exists()
+        self.at(&group.directory.join(name)).exists()
     }
 
-    /// Our group and its ancestors as far as `mount` shows them, ours first.
-    fn groups(&mut self, mount: &Mount, membership: &Membership, pid: u32) -> Vec<Group> {
+    fn walk(&mut self, mount: &Mount, membership: &Membership, pid: u32) -> Walk {
         let ours = match mount.version {
             Version::V1 => &membership.v1,
             Version::V2 => &membership.v2,
         };
-        let Some(ours) = ours else { return Vec::new() };
-        let below = match relation(&mount.root, ours) {
-            Relation::Below(parts) => parts,
-            // Our group is somewhere below: if it is not found, at least the top of the mount is known
-            // to be above us.
+        let Some(ours) = ours else { return Walk::default() };
+        let found = match relation(&mount.root, ours) {
+            Relation::Below(parts) => Some(parts),
             Relation::SomewhereBelow { levels, rest } => {
-                find_group(&self.at(&mount.point), levels, &rest, pid).unwrap_or_default()
+                find_group(&self.at(&mount.point), levels, &rest, pid)
             }
-            Relation::Unrelated => return Vec::new(),
+            Relation::Unrelated => return Walk::default(),
         };
+        let is_ours_found = found.is_some();
+        // If our group is not found, at least the top of the mount is known to be above us.
+        let below = found.unwrap_or_default();
         let mut groups = Vec::new();
+        let mut is_end_seen = self.is_top(mount);
         for depth in (0..=below.len()).rev() {
             let mut path = mount.root.trim_end_matches('/').to_owned();
             let mut directory = mount.point.clone();
@@ -363,15 +405,34 @@ impl Files<'_> {
             if path.is_empty() {
                 path.push('/');
             }
-            let group = Group { version: mount.version, path, directory, topmost: depth == 0 };
+            let id = self.id(mount.version, &directory);
+            let group = Group { version: mount.version, id, path, directory, topmost: depth == 0 };
             // A v1 group without hierarchical accounting does not limit the groups below it.
             let limits_us = depth == below.len() || self.is_hierarchical(&group);
             if !limits_us {
+                is_end_seen = true;
                 break;
             }
             groups.push(group);
         }
-        groups
+        Walk { groups, is_whole: is_ours_found && is_end_seen }
+    }
+
+    fn id(&self, version: Version, directory: &Path) -> Option<GroupId> {
+        let inode = std::fs::metadata(self.at(directory)).ok()?.ino();
+        Some(GroupId { version, inode })
+    }
+
+    /// Whether `mount` shows the hierarchy from its very root, and not from the root of a namespace or the part that
+    /// a container is given: these have the same path and other files.
+    fn is_top(&self, mount: &Mount) -> bool {
+        let has = |name: &str| self.at(&mount.point.join(name)).try_exists();
+        match mount.version {
+            // Stands in the root alone.
+            Version::V1 => has("release_agent").unwrap_or(false),
+            // Stands everywhere but in the root.
+            Version::V2 => has("cgroup.procs").unwrap_or(false) && matches!(has("cgroup.events"), Ok(false)),
+        }
     }
 
     fn is_hierarchical(&mut self, group: &Group) -> bool {
@@ -404,17 +465,20 @@ impl Files<'_> {
         let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
         let pages = parse_file_pages(group.version, &stat);
         let usage = self.number(group, "memory.usage_in_bytes");
-        let mut allowed = Vec::from_iter(limit.map(|limit| allows(limit, usage, pages, group.named())));
+        let mut allowed =
+            Vec::from_iter(limit.map(|limit| allows(limit, usage, pages, group.named(), group.id)));
         // Of the hidden ancestor only the limit is told. Its usage is at least ours, so that this is the
         // most that it can leave.
         if group.topmost
             && let Some(limit) = parse_hierarchical_limit(&stat)
         {
-            allowed.push(allows(limit, usage, pages, format!("a hidden ancestor of {}", group.named())));
+            let what = format!("a hidden ancestor of {}", group.named());
+            allowed.push(allows(limit, usage, pages, what, None));
         }
         if let Some(limit) = with_swap {
             let usage = self.number(group, "memory.memsw.usage_in_bytes");
-            allowed.push(allows(limit, usage, pages, format!("{} (memory and swap)", group.named())));
+            let what = format!("{} (memory and swap)", group.named());
+            allowed.push(allows(limit, usage, pages, what, group.id));
         }
         allowed
     }
@@ -425,7 +489,7 @@ impl Files<'_> {
         let Some(limit) = limits.into_iter().flatten().min() else { return Vec::new() };
         let stat = self.read(&group.directory.join("memory.stat")).unwrap_or_default();
         let usage = self.number(group, "memory.current");
-        vec![allows(limit, usage, parse_file_pages(group.version, &stat), group.named())]
+        vec![allows(limit, usage, parse_file_pages(group.version, &stat), group.named(), group.id)]
     }
 
     fn limit(&mut self, group: &Group, name: &str) -> Option<u64> {

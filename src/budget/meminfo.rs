@@ -2,47 +2,53 @@
 
 use std::path::{Path, PathBuf};
 
-use super::cgroup::{Groups, OomKills};
-use super::room::{Room, read};
+use super::cgroup::{GroupId, Groups, OomKills};
+use super::room::{Promised, Room, read};
 use crate::error::{Error, Kind, Result};
 
-/// The room under every limit that was found, and the smallest of them, which binds.
+/// The room under every limit that was found, and the one that leaves the least, which binds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Availability {
-    /// Bytes that may still be allocated under all limits: those of `binding`.
+    /// Bytes that may still be allocated under `binding`, promised ones included.
     pub bytes: u64,
-    /// The limit with the least room. Of equals, the first found, so that the host's comes first.
+    /// The limit with the least room that is promised to nobody. Of equals, the first found, so that the host's comes
+    /// first.
     pub binding: Room,
     /// The same if every dirty page of files under those limits were written already: what is missing to
     /// this is there in a moment.
     pub when_written_bytes: u64,
     /// Every limit that was found, the host's first, then the cgroups from ours upwards.
     pub rooms: Vec<Room>,
-    /// Bytes that starts under way have still to fill: available now, and not for long.
-    pub promised_bytes: u64,
     /// Limit files that exist but could not be read, each with the reason; their limits are not counted.
     pub unread: Vec<String>,
 }
 
 impl Availability {
-    /// The smallest of `rooms`, which are not empty.
+    /// The least of `rooms`, which are not empty.
     pub fn of(rooms: Vec<Room>) -> Availability {
         // `min_by_key` gives the first of equals.
-        let binding = rooms.iter().min_by_key(|room| room.bytes).cloned();
+        let binding = rooms.iter().min_by_key(|room| room.unpromised_bytes()).cloned();
         let binding = binding.expect("the host's room is always among the rooms");
         Availability {
             bytes: binding.bytes,
             when_written_bytes: binding.bytes,
             binding,
             rooms,
-            promised_bytes: 0,
             unread: Vec::new(),
         }
     }
 
-    /// What is available and promised to nobody.
+    /// The same beside `promises`, each of which takes from the rooms that it counts under. Another limit may bind
+    /// then.
+    pub fn beside(self, promises: &[Promised]) -> Availability {
+        let rooms = self.rooms.into_iter().map(|room| room.beside(promises)).collect();
+        let Availability { when_written_bytes, unread, .. } = self;
+        Availability { when_written_bytes, unread, ..Availability::of(rooms) }
+    }
+
+    /// What is available under every limit and promised to nobody.
     pub fn unpromised_bytes(&self) -> u64 {
-        self.bytes.saturating_sub(self.promised_bytes)
+        self.binding.unpromised_bytes()
     }
 }
 
@@ -105,6 +111,12 @@ impl Limits {
         self.groups.charged()
     }
 
+    /// Every control group that memory of this process is charged to, its own and those above, whether they have a
+    /// limit today or not; `None` where they cannot all be seen.
+    pub fn charged_groups(&self) -> Option<&[GroupId]> {
+        self.groups.charged_ids()
+    }
+
     fn host_rooms(&self) -> Result<Vec<Room>> {
         let path = PathBuf::from("/proc/meminfo");
         let text = read(&self.root, &path).map_err(|cause| Error::io("read", &path, &cause))?;
@@ -112,7 +124,7 @@ impl Limits {
             Error::new(Kind::Failed, "/proc/meminfo has no MemAvailable: the room on this host is unknown")
                 .hint("mount /proc of a Linux kernel 3.14 or newer")
         })?;
-        let mut rooms = vec![Room { bytes, what: "host MemAvailable".to_owned() }];
+        let mut rooms = vec![Room::of_all(bytes, "host MemAvailable")];
         // Under strict accounting an allocation fails at the commit limit, however much memory is free.
         if self.is_overcommit_strict {
             rooms.extend(commit_room(&text));
@@ -134,8 +146,8 @@ pub fn available() -> Result<Availability> {
 fn commit_room(meminfo: &str) -> Option<Room> {
     let limit = field(meminfo, "CommitLimit")?;
     let committed = field(meminfo, "Committed_AS")?;
-    let what = "host CommitLimit (vm.overcommit_memory is 2)".to_owned();
-    Some(Room { bytes: limit.saturating_sub(committed), what })
+    let bytes = limit.saturating_sub(committed);
+    Some(Room::of_all(bytes, "host CommitLimit (vm.overcommit_memory is 2)"))
 }
 
 /// One field of `/proc/meminfo` in bytes, `None` where it is missing or no number.
@@ -173,7 +185,7 @@ mod tests {
         let system = System::new();
         system.write("/proc/meminfo", MEMINFO);
         let found = available_under(system.root(), 1).unwrap();
-        assert_eq!(found.binding, Room { bytes: 24295328 * 1024, what: "host MemAvailable".into() });
+        assert_eq!(found.binding, Room::of_all(24295328 * 1024, "host MemAvailable"));
         assert_eq!(found.rooms.len(), 1);
         assert!(found.unread.is_empty());
     }
@@ -208,9 +220,49 @@ mod tests {
         system.write("/cg/a/memory.max", "4096000\n");
         system.write("/cg/a/memory.current", "96000\n");
         let found = available_under(system.root(), 1).unwrap();
-        assert_eq!(found.binding, Room { bytes: 4_000_000, what: "cgroup v2 /a".into() });
+        assert_eq!((found.binding.bytes, found.binding.what.as_str()), (4_000_000, "cgroup v2 /a"));
         assert_eq!(found.bytes, 4_000_000);
         assert_eq!(found.rooms.len(), 2);
+    }
+
+    /// `/a/b` of a system where `/a` has a limit, and what is found by a process in it.
+    fn nested(system: &System) -> Limits {
+        system.write("/proc/meminfo", MEMINFO);
+        system.write("/proc/self/cgroup", "0::/a/b\n");
+        system.write("/proc/self/mountinfo", "41 31 0:38 / /cg rw - cgroup2 cgroup2 rw\n");
+        system.write("/cg/cgroup.procs", "");
+        for (directory, limit) in [("/cg/a", "5000000\n"), ("/cg/a/b", "4000000\n")] {
+            system.write(&format!("{directory}/memory.max"), limit);
+            system.write(&format!("{directory}/memory.current"), "0\n");
+        }
+        Limits::find_under(system.root(), 1)
+    }
+
+    #[test]
+    fn what_is_promised_elsewhere_takes_nothing_from_a_group() {
+        let system = System::new();
+        let mut limits = nested(&system);
+        let [b, a, root] = limits.charged_groups().unwrap() else { panic!("{limits:?}") };
+        let sibling = GroupId { inode: u64::MAX, ..*b };
+        let beside = |groups: &[GroupId], bytes| {
+            let promised = Promised { bytes, groups: Some(groups.to_vec()) };
+            let found = Limits::find_under(system.root(), 1).available().unwrap().beside(&[promised]);
+            (found.binding.what.clone(), found.bytes, found.unpromised_bytes())
+        };
+        let b_binds = |free| ("cgroup v2 /a/b".to_owned(), 4_000_000, free);
+        assert_eq!(beside(&[sibling, *root], 3_000_000), b_binds(4_000_000));
+        assert_eq!(beside(&[*b, *a, *root], 3_000_000), b_binds(1_000_000));
+        // Beside each other under the limit of /a, which binds then.
+        assert_eq!(
+            beside(&[sibling, *a, *root], 3_000_000),
+            ("cgroup v2 /a".to_owned(), 5_000_000, 2_000_000)
+        );
+        // The host's room is everybody's.
+        let host = 24295328 * 1024;
+        assert_eq!(beside(&[sibling], host - 7), ("host MemAvailable".to_owned(), host, 7));
+        let unknown = Promised { bytes: 4_500_000, groups: None };
+        let found = limits.available().unwrap().beside(&[unknown]);
+        assert_eq!((found.unpromised_bytes(), found.when_written_bytes), (0, 4_000_000));
     }
 
     #[test]

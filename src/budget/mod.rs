@@ -13,4 +13,4 @@ pub mod watch;
 
 pub use admit::{Grant, Request, admit};
 pub use meminfo::{Availability, Limits, available};
-pub use room::Room;
+pub use room::{Promised, Room};

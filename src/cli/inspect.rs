@@ -71,8 +71,9 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<()> {
 
 impl Inspection {
     fn of(selection: Selection) -> Result<Inspection> {
-        let mut available = budget::available()?;
-        available.promised_bytes = promise::promised_bytes();
+        // In this order, as at a start: what is filled in between counts twice.
+        let promises = promise::standing();
+        let available = budget::available()?.beside(&promises);
         let plan = plan::lay_out(&selection, args::CHUNK_BYTES);
         let engine = engine::Selected::probe(engine::Choice::Auto, None)?;
         let request = budget::Request {
@@ -98,7 +99,7 @@ impl Inspection {
             excluded: selection.excluded.iter().map(json::Excluded::from).collect(),
             memory: json::Memory {
                 available_bytes: self.available.bytes,
-                promised_bytes: self.available.promised_bytes,
+                promised_bytes: self.available.binding.promised_bytes,
                 limits: self.available.rooms.iter().map(json::Limit::from).collect(),
                 admissible_bytes: self.admissible_bytes,
                 admitted: self.refusal.is_none(),
@@ -145,15 +146,12 @@ impl Inspection {
         )];
         let need = ByteSize(self.request.need_bytes);
         rows.push(("need".to_owned(), format!("{need} in whole pages, with buffers")));
-        rows.extend(
-            self.available
-                .rooms
-                .iter()
-                .map(|room| (format!("room, {}", room.what), ByteSize(room.bytes).to_string())),
-        );
-        if self.available.promised_bytes > 0 {
-            let promised = format!("{} to starts under way", ByteSize(self.available.promised_bytes));
-            rows.push(("promised".to_owned(), promised));
+        for room in &self.available.rooms {
+            let promised = match room.promised_bytes {
+                0 => String::new(),
+                promised => format!(", {} of it promised to starts under way", ByteSize(promised)),
+            };
+            rows.push((format!("room, {}", room.what), format!("{}{promised}", ByteSize(room.bytes))));
         }
         rows.extend(self.available.unread.iter().map(|unread| ("limit not read".to_owned(), unread.clone())));
         let start = match &self.refusal {

@@ -158,7 +158,7 @@ pub(super) struct Excluded<'a> {
 /// Whether there is room.
 #[derive(Debug, Serialize)]
 pub(super) struct Memory<'a> {
-    /// Under every limit.
+    /// Under the limit that decides.
     pub(super) available_bytes: u64,
     /// What of it is promised to starts under way.
     pub(super) promised_bytes: u64,
@@ -175,6 +175,8 @@ pub(super) struct Memory<'a> {
 pub(super) struct Limit<'a> {
     pub(super) what: &'a str,
     pub(super) available_bytes: u64,
+    /// What of it is promised to starts under way.
+    pub(super) promised_bytes: u64,
 }
 
 /// Something large that is probably not needed.
@@ -206,7 +208,7 @@ impl<'a> From<&'a source::Excluded> for Excluded<'a> {
 
 impl<'a> From<&'a Room> for Limit<'a> {
     fn from(room: &'a Room) -> Limit<'a> {
-        Limit { what: &room.what, available_bytes: room.bytes }
+        Limit { what: &room.what, available_bytes: room.bytes, promised_bytes: room.promised_bytes }
     }
 }
 

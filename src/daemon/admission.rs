@@ -58,10 +58,11 @@ pub fn rehearse(config: &Config, selection: &Selection, freed_bytes: u64) -> Res
     let settings = settings(config, &plan)?;
     let request = request(config, &plan, &settings);
     check_limits(&plan, &settings, request.need_bytes)?;
+    // In this order, as at a start: what is filled in between counts twice.
+    let promises = promise::standing();
     let rooms = budget::available()?.rooms.into_iter();
     let later = rooms.map(|room| Room { bytes: room.bytes.saturating_add(freed_bytes), ..room });
-    let mut later = Availability::of(later.collect());
-    later.promised_bytes = promise::promised_bytes();
+    let later = Availability::of(later.collect()).beside(&promises);
     budget::admit(&request, &later).map(drop)?;
     let proposes = config.limits.resident_bytes_max;
     Ledger::of_socket(&config.socket).rehearse(&config.name, plan.allocated_bytes(), proposes)

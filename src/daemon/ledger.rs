@@ -47,7 +47,9 @@ impl Ledger {
         let mut group = self.claims.lock()?;
         let holders = holders(&mut group)?;
         quota::admit(Ask { need_bytes: bytes, proposes }, self.quota(&group)?, &holders)?;
-        let terms = Terms { bytes, proposes, name: name.to_owned(), pid: std::process::id() };
+        // The quota knows no control groups.
+        let groups = Some(Vec::new());
+        let terms = Terms { bytes, proposes, groups, name: name.to_owned(), pid: std::process::id() };
         let claim = group.add(&terms)?;
         Ok((Share { terms, claim }, group.take_notes()))
     }

@@ -31,7 +31,7 @@ use super::lock::Lock;
 use crate::error::{Error, Kind, Result, reason, shown};
 
 pub use group::{Claim, Group, Seat};
-pub use terms::Terms;
+pub use terms::{ChargedGroup, Terms};
 
 /// How long the group's lock is waited for. Who holds it reads a few small files.
 const PATIENCE: Duration = Duration::from_secs(10);

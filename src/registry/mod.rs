@@ -18,7 +18,7 @@ pub mod record;
 pub(crate) mod testing;
 
 pub use base_dir::{BaseDir, Environment};
-pub use claims::{Claim, Claims, Group, Seat, Terms};
+pub use claims::{ChargedGroup, Claim, Claims, Group, Seat, Terms};
 pub use cleanup::{
     check_pid_file, clean_up_files, clean_up_registration, is_dead_socket, remove_pid_file, remove_socket,
     write_pid_file,

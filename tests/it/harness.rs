@@ -184,7 +184,13 @@ impl Sandbox {
 
     /// The same of a start with more `words`.
     pub(crate) fn freeze_with(&self, words: &[&str]) -> Option<Frozen> {
-        let ran = self.start(&[&SLOWLY[..], &["--no-wait"], words].concat()).expect(0);
+        self.freeze_by(Job::spawn, words)
+    }
+
+    /// The same where `spawn` says how the start is run.
+    pub(crate) fn freeze_by(&self, spawn: impl FnOnce(Command) -> Job, words: &[&str]) -> Option<Frozen> {
+        let start = self.start_command(&[&SLOWLY[..], &["--no-wait"], words].concat());
+        let ran = spawn(start).wait().expect(0);
         until("progress", || {
             let status = self.status();
             status["state"] == "ready" || status["progress"]["bytes_done"].as_u64() > Some(0)

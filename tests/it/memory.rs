@@ -2,11 +2,13 @@
 //! OOM killer acts, and one that just fits is left alone.
 
 use std::path::PathBuf;
+use std::process::Command;
 
 use rustix::process::{Signal, kill_process};
 
-use crate::harness::{Job, Sandbox, has_ended, skipped, until};
-use crate::memory_group::MemoryGroup;
+use crate::containers::{inside, works};
+use crate::harness::{Frozen, Job, Sandbox, has_ended, scratch_dir, skipped, until};
+use crate::memory_group::{MemoryGroup, hierarchy};
 
 const MIB: u64 = 1 << 20;
 
@@ -51,6 +53,79 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_the_cgroup_is_named() {
     }
     assert_eq!(group.oom_kills(), 0);
     group.is_given_back(0);
+}
+
+/// Takes all that there is under the limits.
+const ALL_OF_IT: [&str; 4] = ["--max-memory-fraction", "1", "--reserve-bytes", "0"];
+
+/// Two groups in one, and a load of 160 MiB that is stopped early in the first of them, by a start behind `words`.
+struct Siblings {
+    // Dropped in this order, and the groups below before the one above.
+    _frozen: Frozen,
+    loading: Sandbox,
+    _one: MemoryGroup,
+    other: MemoryGroup,
+    above: MemoryGroup,
+}
+
+fn siblings(words: &[&str]) -> Option<Siblings> {
+    let loading = sandbox_of(160 * MIB);
+    let above = MemoryGroup::new(&loading)?;
+    let (one, other) = (above.below("one")?, above.below("other")?);
+    let spawn = |start: Command| one.spawn(&if words.is_empty() { start } else { inside(words, &start) });
+    let frozen = loading.freeze_by(spawn, &["--limit-rate", "1MiB"])?;
+    assert_eq!(one.processes(), [loading.daemon()]);
+    Some(Siblings { _frozen: frozen, loading, _one: one, other, above })
+}
+
+#[test]
+fn what_is_promised_in_another_cgroup_takes_nothing_from_this_one() {
+    let Some(siblings) = siblings(&[]) else { return };
+    let sandbox = sandbox_of(160 * MIB);
+    let start = || siblings.other.spawn(&sandbox.start_command(&ALL_OF_IT)).wait();
+    // Of two such, one.
+    siblings.other.limit(260 * MIB);
+    start().expect(0);
+    sandbox.ask("stop", &[]).expect(0);
+    // Under a limit that holds for both there is none for the second.
+    siblings.above.limit(260 * MIB);
+    let refused = start();
+    let whole = refused.stderr.clone();
+    refused.expect_refusal(6, &format!("/iloader-{}, less ", siblings.loading.name()));
+    assert!(whole.contains(" promised to starts under way)"), "{whole}");
+    sandbox.nothing_left();
+    // And once the first is gone there is.
+    siblings.loading.kill_daemon();
+    start().expect(0);
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
+    assert_eq!(siblings.above.oom_kills(), 0);
+}
+
+#[test]
+fn what_is_promised_where_the_cgroups_above_are_hidden_counts_everywhere() {
+    let namespace = ["unshare", "--mount"];
+    if !works(&namespace) {
+        return;
+    }
+    // The promises of these two alone: such a one is in the way of every test that has a cgroup.
+    let promises = scratch_dir();
+    let apart = "mount --bind \"$1\" /dev/shm && shift && exec \"$@\"";
+    let apart = [&namespace[..], &["sh", "-c", apart, "sh", promises.path().to_str().unwrap()]].concat();
+    // As in a container: where the hierarchy was, there is nothing but the group that it begins in.
+    let hide = "hierarchy=$1; shift; own=$(sed -n 's/^[0-9]*:\\(memory\\|\\):\\(.*\\/one\\)$/\\2/p' /proc/self/cgroup)
+        mount --bind \"$hierarchy$own\" \"$hierarchy\" && exec \"$@\"";
+    let Some((root, _)) = hierarchy() else { return skipped("there is no cgroup hierarchy with memory") };
+    let words = [&apart[..], &["sh", "-c", hide, "sh", root.to_str().unwrap()]].concat();
+    let Some(siblings) = siblings(&words) else { return };
+    let sandbox = sandbox_of(160 * MIB);
+    let start = || siblings.other.spawn(&inside(&apart, &sandbox.start_command(&ALL_OF_IT))).wait();
+    siblings.other.limit(260 * MIB);
+    start().expect_refusal(6, "/other, less ");
+    siblings.loading.kill_daemon();
+    start().expect(0);
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
 }
 
 #[test]

@@ -11,6 +11,17 @@ use crate::harness::{Job, Sandbox, skipped, until};
 
 const MIB: u64 = 1 << 20;
 
+/// Where the hierarchy is that may limit memory, and whether it is of v1.
+pub(crate) fn hierarchy() -> Option<(PathBuf, bool)> {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    let mount = |is_meant: &dyn Fn(&[&str]) -> bool| {
+        let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+        fields.find(|fields| is_meant(fields)).map(|fields| PathBuf::from(fields[1]))
+    };
+    let v1 = mount(&|fields| fields[2] == "cgroup" && fields[3].split(',').any(|option| option == "memory"));
+    v1.map(|root| (root, true)).or_else(|| Some((mount(&|fields| fields[2] == "cgroup2")?, false)))
+}
+
 /// A control group with a limit on its memory, of v1 or v2. At the end it is removed, with all that is in it.
 pub(crate) struct MemoryGroup {
     directory: PathBuf,
@@ -30,20 +41,25 @@ impl MemoryGroup {
     }
 
     fn made(name: &str) -> Option<MemoryGroup> {
-        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-        let mount = |is_meant: &dyn Fn(&[&str]) -> bool| {
-            let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-            fields.find(|fields| is_meant(fields)).map(|fields| PathBuf::from(fields[1]))
-        };
-        let v1 =
-            mount(&|fields| fields[2] == "cgroup" && fields[3].split(',').any(|option| option == "memory"));
-        let (root, is_v1) = match v1 {
-            Some(root) => (root, true),
-            None => (mount(&|fields| fields[2] == "cgroup2")?, false),
-        };
+        let (root, is_v1) = hierarchy()?;
         let group = MemoryGroup { directory: root.join(name), is_v1 };
         std::fs::create_dir(&group.directory).ok()?;
         group.directory.join(group.file("memory.limit_in_bytes", "memory.max")).exists().then_some(group)
+    }
+
+    /// A group below it; where none can be made, a line says so.
+    pub(crate) fn below(&self, leaf: &str) -> Option<MemoryGroup> {
+        if !self.is_v1 {
+            // What it does not pass on, the group below does not have.
+            let _ = std::fs::write(self.directory.join("cgroup.subtree_control"), "+memory");
+        }
+        let group = MemoryGroup { directory: self.directory.join(leaf), is_v1: self.is_v1 };
+        std::fs::create_dir(&group.directory).unwrap();
+        let can_limit = group.directory.join(self.file("memory.limit_in_bytes", "memory.max")).exists();
+        if !can_limit {
+            skipped("no cgroup with a limit on memory can be made below another");
+        }
+        can_limit.then_some(group)
     }
 
     fn file(&self, v1: &'static str, v2: &'static str) -> &'static str {

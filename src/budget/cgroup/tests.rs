@@ -336,6 +336,91 @@ fn kills_are_counted_where_the_memory_is_charged() {
     );
 }
 
+/// The inodes of directories, as groups that are charged.
+fn ids(system: &System, version: Version, directories: &[&str]) -> Option<Vec<GroupId>> {
+    let inode = |directory: &&str| system.root().join(directory).metadata().unwrap().ino();
+    Some(directories.iter().map(|directory| GroupId { version, inode: inode(directory) }).collect())
+}
+
+fn charged_ids(system: &System) -> Option<Vec<GroupId>> {
+    Groups::find(system.root(), 4242, &mut Vec::new()).charged_ids
+}
+
+#[test]
+fn all_groups_that_are_charged_are_known_up_to_the_root_of_their_hierarchy() {
+    let memory = "sys/fs/cgroup/memory";
+    let nested = [
+        &format!("{memory}/batch/job.1/step"),
+        &format!("{memory}/batch/job.1"),
+        &format!("{memory}/batch"),
+        memory,
+    ];
+    for fixture in ["hybrid-nested.txt", "v1-namespace.txt"] {
+        let system = system_of(fixture);
+        assert_eq!(charged_ids(&system), None, "{fixture}: as if more were above");
+        system.write(&format!("{memory}/release_agent"), "");
+        assert_eq!(charged_ids(&system), ids(&system, Version::V1, &nested), "{fixture}");
+        // Its own rooms are told apart from those of others, and what is hidden is not.
+        let allowed = Groups::find(system.root(), 4242, &mut Vec::new()).allowed(&mut Vec::new());
+        let rooms = allowed.iter().map(|allowed| allowed.room.group.unwrap()).collect::<Vec<_>>();
+        assert_eq!(Some(rooms), ids(&system, Version::V1, &nested[1..3]), "{fixture}");
+    }
+    for hidden in ["v1-container-bind.txt", "v1-container-private.txt", "v1-pod.txt"] {
+        assert_eq!(charged_ids(&system_of(hidden)), None, "{hidden}");
+    }
+    let allowed =
+        Groups::find(system_of("v1-pod.txt").root(), 4242, &mut Vec::new()).allowed(&mut Vec::new());
+    assert!(allowed.iter().all(|allowed| allowed.room.group.is_none()), "{allowed:?}");
+}
+
+#[test]
+fn of_version_2_the_root_is_told_by_what_it_lacks() {
+    let system = System::new();
+    system.write("/proc/self/cgroup", "1:name=systemd:/x\n0::/a/b\n");
+    let mount = |root: &str| {
+        system.write("/proc/self/mountinfo", &format!("30 23 0:26 {root} /cg rw - cgroup2 cgroup2 rw\n"));
+    };
+    mount("/");
+    // One without the controller today may have it tomorrow.
+    for group in ["/cg", "/cg/a", "/cg/a/b"] {
+        system.write(&format!("{group}/cgroup.procs"), "");
+    }
+    system.v2("/cg/a", "100", "max", 0);
+    assert_eq!(charged_ids(&system), ids(&system, Version::V2, &["cg/a/b", "cg/a", "cg"]));
+    // The root of a namespace has the same path.
+    system.write("/cg/cgroup.events", "");
+    assert_eq!(charged_ids(&system), None);
+    std::fs::remove_file(system.root().join("cg/cgroup.events")).unwrap();
+    // Mounted over: what stands there is no part of what was mounted.
+    std::fs::remove_dir_all(system.root().join("cg/a/b")).unwrap();
+    assert_eq!(charged_ids(&system), None);
+    mount("/elsewhere");
+    assert_eq!(charged_ids(&system), None, "nothing of it is visible");
+    // Moved out of the namespace, and found by nobody.
+    system.write("/proc/self/cgroup", "0::/../a\n");
+    mount("/");
+    assert_eq!(charged_ids(&system), None);
+}
+
+#[test]
+fn beside_version_1_the_other_hierarchy_is_not_charged() {
+    let system = System::new();
+    system.write("/proc/self/cgroup", HYBRID_CGROUP);
+    system.write("/proc/self/mountinfo", HYBRID_MOUNTINFO);
+    system.write("/sys/fs/cgroup/unified/cgroup.procs", "");
+    system.write("/sys/fs/cgroup/unified/slice/cgroup.procs", "4242\n");
+    assert_eq!(charged_ids(&system), None, "its own group of version 1 is not there");
+    system.v1("/sys/fs/cgroup/memory/box/job", 1000, 0, "");
+    system.v1("/sys/fs/cgroup/memory/box", 1000, 0, "");
+    system.write("/sys/fs/cgroup/memory/release_agent", "");
+    let memory = ["sys/fs/cgroup/memory/box/job", "sys/fs/cgroup/memory/box", "sys/fs/cgroup/memory"];
+    assert_eq!(charged_ids(&system), ids(&system, Version::V1, &memory));
+    // Where accounting is not hierarchical, nothing above is charged, visible or not.
+    system.write("/sys/fs/cgroup/memory/box/memory.use_hierarchy", "0\n");
+    std::fs::remove_file(system.root().join("sys/fs/cgroup/memory/release_agent")).unwrap();
+    assert_eq!(charged_ids(&system), ids(&system, Version::V1, &memory[..1]));
+}
+
 #[test]
 fn pages_that_are_not_written_yet_are_told_apart() {
     let system = system_of("hybrid-nested.txt");

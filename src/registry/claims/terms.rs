@@ -3,13 +3,28 @@
 use crate::error::{Error, Kind, Result};
 
 /// The first line: what it is, in which version.
-const HEAD: &str = "iloader-claim 1";
+const HEAD: &str = "iloader-claim 2";
 
 /// The longest name, that of a cache.
 const NAME_BYTES_MAX: usize = 96;
 
 /// What stands where nothing is proposed.
 const NOTHING_PROPOSED: &str = "--------------------";
+
+/// What stands where it is not known which groups are charged.
+const GROUPS_UNKNOWN: &str = "unknown";
+
+/// The length of all groups: for each its hierarchy, a colon and 20 digits, and between two a blank.
+const GROUPS_BYTES: usize = Terms::GROUPS_MAX * "1:01234567890123456789 ".len() - 1;
+
+/// A memory control group, as the kernel numbers it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChargedGroup {
+    /// The version of its hierarchy: 1 or 2.
+    pub hierarchy: u8,
+    /// The inode of its directory.
+    pub inode: u64,
+}
 
 /// What a claim says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,6 +33,9 @@ pub struct Terms {
     pub bytes: u64,
     /// What the group's quota is to become when the holder has succeeded; 0 is none.
     pub proposes: Option<u64>,
+    /// The memory control groups that the amount is charged to, at most [`Terms::GROUPS_MAX`]: it counts under their
+    /// limits, and under no other group's. `None` where they are not known.
+    pub groups: Option<Vec<ChargedGroup>>,
     /// The cache that it is for: ASCII, at most 96 bytes.
     pub name: String,
     /// The holder, for messages.
@@ -26,14 +44,19 @@ pub struct Terms {
 
 impl Terms {
     /// The length of every claim, in bytes.
-    pub const BYTES: usize = 213;
+    pub const BYTES: usize = 221 + GROUPS_BYTES;
+
+    /// The most groups that are written down: control groups are seldom nested deeper than half of it.
+    pub const GROUPS_MAX: usize = 16;
 
     /// As it is written: [`Terms::BYTES`] long.
     pub fn encode(&self) -> Vec<u8> {
         assert!(self.name.is_ascii() && self.name.len() <= NAME_BYTES_MAX, "the name of a cache");
         let proposes = self.proposes.map_or(NOTHING_PROPOSED.to_owned(), |bytes| format!("{bytes:020}"));
+        let groups = self.groups.as_deref().map_or(GROUPS_UNKNOWN.to_owned(), encode_groups);
         let body = format!(
-            "{HEAD}\nbytes {:020}\nproposes {proposes}\npid {:010}\nname {:NAME_BYTES_MAX$}\n",
+            "{HEAD}\nbytes {:020}\nproposes {proposes}\ngroups {groups:GROUPS_BYTES$}\n\
+             pid {:010}\nname {:NAME_BYTES_MAX$}\n",
             self.bytes, self.pid, self.name
         );
         let text = format!("{body}check {:016x}\n", checksum(body.as_bytes()));
@@ -47,7 +70,6 @@ impl Terms {
     ///
     /// [`Kind::Failed`] where it is anything else, a claim of another version or half of one included.
     pub fn parse(bytes: &[u8]) -> Result<Terms> {
-        let bad = || Error::new(Kind::Failed, "it is no claim of this version");
         if bytes.len() != Terms::BYTES {
             return Err(bad());
         }
@@ -66,6 +88,7 @@ impl Terms {
                 NOTHING_PROPOSED => None,
                 bytes => Some(bytes.parse().map_err(|_| bad())?),
             },
+            groups: parse_groups(line("groups ")?.trim_end_matches(' '))?,
             pid: line("pid ")?.parse().map_err(|_| bad())?,
             name: line("name ")?.trim_end_matches(' ').to_owned(),
         };
@@ -75,6 +98,35 @@ impl Terms {
         }
         Ok(terms)
     }
+}
+
+fn bad() -> Error {
+    Error::new(Kind::Failed, "it is no claim of this version")
+}
+
+fn encode_groups(groups: &[ChargedGroup]) -> String {
+    assert!(groups.len() <= Terms::GROUPS_MAX, "whoever has more says that they are not known");
+    let group = |group: &ChargedGroup| format!("{}:{:020}", group.hierarchy, group.inode);
+    groups.iter().map(group).collect::<Vec<_>>().join(" ")
+}
+
+fn parse_groups(text: &str) -> Result<Option<Vec<ChargedGroup>>> {
+    if text == GROUPS_UNKNOWN {
+        return Ok(None);
+    }
+    let groups = text.split(' ').filter(|group| !group.is_empty()).map(parse_group);
+    let groups = groups.collect::<Option<Vec<_>>>().ok_or_else(bad)?;
+    if groups.len() > Terms::GROUPS_MAX { Err(bad()) } else { Ok(Some(groups)) }
+}
+
+fn parse_group(text: &str) -> Option<ChargedGroup> {
+    let (hierarchy, inode) = text.split_once(':')?;
+    let hierarchy = match hierarchy {
+        "1" => 1,
+        "2" => 2,
+        _ => return None,
+    };
+    Some(ChargedGroup { hierarchy, inode: inode.parse().ok()? })
 }
 
 /// FNV-1a: tells a whole claim from one that is read while it is rewritten. It is no defence, and need not be:
@@ -92,8 +144,10 @@ mod tests {
 
     fn terms() -> impl Strategy<Value = Terms> {
         let name = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}";
-        (any::<u64>(), any::<Option<u64>>(), name, any::<u32>())
-            .prop_map(|(bytes, proposes, name, pid)| Terms { bytes, proposes, name, pid })
+        let group = (1..=2u8, any::<u64>()).prop_map(|(hierarchy, inode)| ChargedGroup { hierarchy, inode });
+        let groups = proptest::option::of(proptest::collection::vec(group, 0..=Terms::GROUPS_MAX));
+        (any::<u64>(), any::<Option<u64>>(), groups, name, any::<u32>())
+            .prop_map(|(bytes, proposes, groups, name, pid)| Terms { bytes, proposes, groups, name, pid })
     }
 
     proptest! {
@@ -120,16 +174,44 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn garbage_is_refused(bytes in proptest::collection::vec(any::<u8>(), 0..2 * Terms::BYTES)) {
             prop_assert!(Terms::parse(&bytes).is_err());
         }
     }
 
     #[test]
     fn it_is_text_for_people_too() {
-        let terms = Terms { bytes: 4096, proposes: Some(0), name: "qwen".to_owned(), pid: 77 };
+        let group = |hierarchy, inode| ChargedGroup { hierarchy, inode };
+        let groups = Some(vec![group(1, 4711), group(2, u64::MAX)]);
+        let terms = Terms { bytes: 4096, proposes: Some(0), groups, name: "qwen".to_owned(), pid: 77 };
         let text = String::from_utf8(terms.encode()).unwrap();
-        let start = "iloader-claim 1\nbytes 00000000000000004096\nproposes 00000000000000000000\npid 0000000077\nname qwen ";
+        let start = "iloader-claim 2\nbytes 00000000000000004096\nproposes 00000000000000000000\n\
+            groups 1:00000000000000004711 2:18446744073709551615 ";
         assert!(text.starts_with(start), "{text}");
+        assert!(text.contains(" \npid 0000000077\nname qwen "), "{text}");
+        let text = String::from_utf8(Terms { groups: None, ..terms }.encode()).unwrap();
+        assert!(text.contains("\ngroups unknown "), "{text}");
+    }
+
+    /// Like a claim with its right sum, but of groups that nobody writes.
+    #[test]
+    fn groups_of_another_form_are_refused() {
+        let terms =
+            Terms { bytes: 1, proposes: None, groups: Some(Vec::new()), name: "a".to_owned(), pid: 1 };
+        let text = String::from_utf8(terms.encode()).unwrap();
+        let with = |groups: &str| {
+            let body = text.replace(&format!("groups {groups:GROUPS_BYTES$}", groups = ""), "groups @");
+            let body = body.replace('@', &format!("{groups:GROUPS_BYTES$}"));
+            let body = body.split_once("check ").unwrap().0;
+            let text = format!("{body}check {:016x}\n", checksum(body.as_bytes()));
+            assert_eq!(text.len(), Terms::BYTES);
+            Terms::parse(text.as_bytes())
+        };
+        assert_eq!(with("").unwrap(), terms);
+        assert_eq!(with("unknown").unwrap().groups, None);
+        let many = ["1:1"; Terms::GROUPS_MAX + 1].join(" ");
+        for wrong in ["unknown ", "unknown 1:1", "1:1", "3:00000000000000000001", "1:", ":", "x", &many] {
+            assert_eq!(with(wrong).is_ok(), wrong.trim_end() == "unknown", "{wrong}");
+        }
     }
 }
