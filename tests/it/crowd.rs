@@ -87,7 +87,8 @@ fn of_8_starts_that_do_not_all_fit_some_finish_and_the_others_are_refused() {
     // Four of them fit beside the reserve, six would not fit at all.
     let models: Vec<PathBuf> =
         (0..8).map(|number| model(&sandbox, &format!("m{number}"), 80 * MIB)).collect();
-    let more = [&SLOWLY[..], &["--reserve-bytes", "96MiB"]].concat();
+    // Slow enough for the last to be asked for while the first loads.
+    let more = [&SLOWLY[..], &["--reserve-bytes", "96MiB", "--limit-rate", "40MiB"]].concat();
     let starts: Vec<Job> = models
         .iter()
         .enumerate()
