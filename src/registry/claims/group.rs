@@ -255,14 +255,12 @@ fn examine(path: &Path) -> Result<Found> {
         }
     }
     let what = format!("the claim {} is held, and cannot be understood", shown(path));
-    Err(Error::new(Kind::Failed, what).hint(format!(
-        "another version of this program may hold it: 'fuser {}' names the process; stop its cache, or use that version",
-        shown(path)
-    )))
+    Err(Error::new(Kind::Failed, what)
+        .hint(format!("'fuser {}' names the process that holds it; stop its cache", shown(path))))
 }
 
 fn read(file: impl AsFd, path: &Path) -> Result<Terms> {
-    let mut bytes = [0; Terms::BYTES + 1];
+    let mut bytes = [0; Terms::BYTES_MAX + 1];
     let count = rustix::io::pread(file, &mut bytes, 0).map_err(failed("read the claim", path))?;
     Terms::parse(&bytes[..count])
 }

@@ -1,9 +1,18 @@
 //! What stands in a claim: text of a fixed length, so that it is rewritten in place by one write.
+//!
+//! The first lines (`bytes`, `proposes`, `pid`, `name`) and the last one (`check`) are those of every version, so that
+//! the starts of two versions of this program count each other: a cache may live for weeks, and the program be
+//! replaced meanwhile.
 
 use crate::error::{Error, Kind, Result};
 
-/// The first line: what it is, in which version.
-const HEAD: &str = "iloader-claim 2";
+/// The first line: what it is, and in which version.
+const HEAD: &str = "iloader-claim ";
+const VERSION: &str = "1";
+
+/// The last line of every version, but for its 16 digits.
+const CHECK: &str = "check ";
+const CHECK_BYTES: usize = CHECK.len() + 16 + 1;
 
 /// The longest name, that of a cache.
 const NAME_BYTES_MAX: usize = 96;
@@ -43,8 +52,11 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// The length of every claim, in bytes.
+    /// The length of every claim of this version, in bytes.
     pub const BYTES: usize = 221 + GROUPS_BYTES;
+
+    /// The longest claim of any version, in bytes.
+    pub const BYTES_MAX: usize = 4096;
 
     /// The most groups that are written down: control groups are seldom nested deeper than half of it.
     pub const GROUPS_MAX: usize = 16;
@@ -55,53 +67,54 @@ impl Terms {
         let proposes = self.proposes.map_or(NOTHING_PROPOSED.to_owned(), |bytes| format!("{bytes:020}"));
         let groups = self.groups.as_deref().map_or(GROUPS_UNKNOWN.to_owned(), encode_groups);
         let body = format!(
-            "{HEAD}\nbytes {:020}\nproposes {proposes}\ngroups {groups:GROUPS_BYTES$}\n\
-             pid {:010}\nname {:NAME_BYTES_MAX$}\n",
+            "{HEAD}{VERSION}\nbytes {:020}\nproposes {proposes}\npid {:010}\nname {:NAME_BYTES_MAX$}\n\
+             groups {groups:GROUPS_BYTES$}\n",
             self.bytes, self.pid, self.name
         );
-        let text = format!("{body}check {:016x}\n", checksum(body.as_bytes()));
+        let text = format!("{body}{CHECK}{:016x}\n", checksum(body.as_bytes()));
         assert_eq!(text.len(), Terms::BYTES);
         text.into_bytes()
     }
 
-    /// As it was written.
+    /// As it was written. Of another version what every version has; its groups are then not known.
     ///
     /// # Errors
     ///
-    /// [`Kind::Failed`] where it is anything else, a claim of another version or half of one included.
+    /// [`Kind::Failed`] where it is anything else, half of a claim included.
     pub fn parse(bytes: &[u8]) -> Result<Terms> {
-        if bytes.len() != Terms::BYTES {
+        if !(CHECK_BYTES..=Terms::BYTES_MAX).contains(&bytes.len()) {
             return Err(bad());
         }
         let text = std::str::from_utf8(bytes).map_err(|_| bad())?;
-        let (body, check) =
-            text.split_at_checked(text.len() - "check 0123456789abcdef\n".len()).ok_or_else(bad)?;
-        if check != format!("check {:016x}\n", checksum(body.as_bytes())) {
+        let (body, check) = text.split_at_checked(text.len() - CHECK_BYTES).ok_or_else(bad)?;
+        if check != format!("{CHECK}{:016x}\n", checksum(body.as_bytes())) {
             return Err(bad());
         }
         let mut lines = body.split_terminator('\n');
         let mut line = |prefix: &str| lines.next().and_then(|line| line.strip_prefix(prefix)).ok_or_else(bad);
-        line(HEAD)?;
+        let version = line(HEAD)?;
+        let is_ours = version == VERSION;
         let terms = Terms {
             bytes: line("bytes ")?.parse().map_err(|_| bad())?,
             proposes: match line("proposes ")? {
                 NOTHING_PROPOSED => None,
                 bytes => Some(bytes.parse().map_err(|_| bad())?),
             },
-            groups: parse_groups(line("groups ")?.trim_end_matches(' '))?,
             pid: line("pid ")?.parse().map_err(|_| bad())?,
             name: line("name ")?.trim_end_matches(' ').to_owned(),
+            groups: if is_ours { parse_groups(line("groups ")?.trim_end_matches(' '))? } else { None },
         };
-        // A text that reads well but is not what we write is not ours either.
-        if !terms.name.is_ascii() || terms.name.len() > NAME_BYTES_MAX || terms.encode() != bytes {
+        if !terms.name.is_ascii() || terms.name.len() > NAME_BYTES_MAX {
             return Err(bad());
         }
-        Ok(terms)
+        // A text that reads well but is not what a version writes is not of it either.
+        let is_right = if is_ours { terms.encode() == bytes } else { version.parse::<u32>().is_ok() };
+        if is_right { Ok(terms) } else { Err(bad()) }
     }
 }
 
 fn bad() -> Error {
-    Error::new(Kind::Failed, "it is no claim of this version")
+    Error::new(Kind::Failed, "it is no claim")
 }
 
 fn encode_groups(groups: &[ChargedGroup]) -> String {
@@ -185,12 +198,30 @@ mod tests {
         let groups = Some(vec![group(1, 4711), group(2, u64::MAX)]);
         let terms = Terms { bytes: 4096, proposes: Some(0), groups, name: "qwen".to_owned(), pid: 77 };
         let text = String::from_utf8(terms.encode()).unwrap();
-        let start = "iloader-claim 2\nbytes 00000000000000004096\nproposes 00000000000000000000\n\
-            groups 1:00000000000000004711 2:18446744073709551615 ";
+        let start = "iloader-claim 1\nbytes 00000000000000004096\nproposes 00000000000000000000\n\
+            pid 0000000077\nname qwen ";
         assert!(text.starts_with(start), "{text}");
-        assert!(text.contains(" \npid 0000000077\nname qwen "), "{text}");
+        assert!(text.contains(" \ngroups 1:00000000000000004711 2:18446744073709551615 "), "{text}");
         let text = String::from_utf8(Terms { groups: None, ..terms }.encode()).unwrap();
         assert!(text.contains("\ngroups unknown "), "{text}");
+    }
+
+    /// A cache of an older or a newer program counts, also where that says more, or less, of it.
+    #[test]
+    fn what_every_version_has_is_read_of_any() {
+        let common = "bytes 7\nproposes 9\npid 1\nname qwen  \n";
+        let read = |body: String| {
+            let text = format!("{body}check {:016x}\n", checksum(body.as_bytes()));
+            Terms::parse(text.as_bytes())
+        };
+        let terms = Terms { bytes: 7, proposes: Some(9), groups: None, name: "qwen".to_owned(), pid: 1 };
+        for (head, more) in [("0", ""), ("2", ""), ("3", "mood good\ngroups none\n")] {
+            assert_eq!(read(format!("iloader-claim {head}\n{common}{more}")).unwrap(), terms);
+        }
+        for head in ["iloader-claim 1", "iloader-claim ", "iloader-claim x", "another 2"] {
+            assert!(read(format!("{head}\n{common}")).is_err(), "{head}");
+        }
+        assert!(read("iloader-claim 2\nproposes 9\nbytes 7\n".to_owned()).is_err());
     }
 
     /// Like a claim with its right sum, but of groups that nobody writes.

@@ -82,7 +82,7 @@ fn a_held_claim_that_makes_no_sense_is_an_error_that_names_it() {
     let _claim = claims.lock().unwrap().add(&terms("a", 10)).unwrap();
     let path = claim_file(home.path());
     let whole = std::fs::read_to_string(&path).unwrap();
-    for wrong in [String::new(), whole.replace("claim 2", "claim 3"), whole.replace("000010", "000001")] {
+    for wrong in [String::new(), whole.replace("claim 1", "claim 3"), whole.replace("000010", "000001")] {
         std::fs::write(&path, wrong).unwrap();
         let error = claims.lock().unwrap().live().unwrap_err();
         assert!(error.message().contains(path.to_str().unwrap()), "{error}");
