@@ -23,6 +23,7 @@ use crate::daemon::serve::{Ended, Start, serve};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry::{BaseDir, Lock};
+use crate::sys::process::share_one_heap;
 use crate::sys::signals::{self, SignalDescriptor};
 use crate::sys::{crash, peer};
 use crate::view;
@@ -312,6 +313,7 @@ fn detach() -> Result<SignalDescriptor> {
     // Shown by ps and top; it would be "exe" after the path it was executed by.
     let _ = rustix::thread::set_name(c"iloader");
     stay_readable();
+    share_one_heap();
     Ok(signals)
 }
 
@@ -366,6 +368,7 @@ fn settle_in_foreground() -> Result<SignalDescriptor> {
     chdir("/").map_err(|errno| Error::os("leave the working directory", &errno.into()))?;
     umask(Mode::RWXG | Mode::RWXO);
     stay_readable();
+    share_one_heap();
     Ok(signals)
 }
 

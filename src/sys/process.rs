@@ -168,6 +168,17 @@ pub fn is_stopped(pid: i32) -> bool {
     matches!(state, Some(b'T' | b't'))
 }
 
+/// Has all threads share one heap from now on, where the C library would else set 64 MiB of address space aside for
+/// each thread that allocates: a daemon allocates little, and a limit on its address space should mean the same in
+/// every run.
+pub fn share_one_heap() {
+    // SAFETY: sets a number that the allocator reads when it is to make another heap; no allocation is touched.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 /// Gives the heap's free pages back to the kernel, where the C library has a way to: what a load took for a
 /// moment would otherwise stay with a daemon that rests.
 pub fn trim_heap() {
