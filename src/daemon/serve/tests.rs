@@ -12,12 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::*;
+use crate::budget::limits;
 use crate::control::client::Client;
 use crate::control::frame;
-use crate::control::message::Request;
+use crate::control::message::{Request, State, Status};
 use crate::daemon::config::{Limits, Tuning};
 use crate::daemon::listener::CONNECTIONS_MAX;
-use crate::daemon::load::{LoadControl, PublishedFile};
+use crate::daemon::load::{LoadControl, LoadReport, Published, PublishedFile};
 use crate::manifest::{FileEntry, Manifest, SelectionRules};
 use crate::readers::{self, Detail, Memory, Reader, Seen};
 use crate::registry::{BaseDir, Lock, Paths, Record};
