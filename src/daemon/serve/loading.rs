@@ -60,7 +60,20 @@ impl Server {
                     self.send_progress(now);
                 }
             }
-            (Some(Outcome::Loaded(Ok(loaded))), Phase::Loading) => self.become_ready(loaded),
+            (Some(Outcome::Loaded(Ok(loaded))), Phase::Loading) => {
+                // The watch over BASE may be about to tell.
+                self.notice_removal();
+                match self.removed {
+                    None => self.become_ready(loaded),
+                    // Its view would make BASE anew.
+                    Some(_) => self.load.release(loaded),
+                }
+            }
+            (Some(Outcome::Released), Phase::Loading) => {
+                if let Some(reason) = self.load.given_up() {
+                    self.fail(reason);
+                }
+            }
             (Some(Outcome::Loaded(Err(error))), Phase::Loading) => self.fail(error),
             // It was done a moment before it was told to give up. There is no read left that may hang, so
             // that the end waits for the memory, and whoever cancelled hears of it when none is left.

@@ -28,8 +28,8 @@ impl Server {
         let mut warnings = report.warnings;
         if self.removed.is_some() {
             warnings.push(format!(
-                "{} was removed or cleaned: no command finds this cache by its name, and it ends when no lease \
-                 is left",
+                "{} was removed or cleaned: no command finds this cache by its name, and it ends when \
+                 nobody reads it any more",
                 shown(&config.base)
             ));
         } else if !self.registered.is_in_place() {

@@ -618,6 +618,34 @@ fn a_removed_base_is_noticed_and_another_daemons_files_stay() {
     assert!(!sandbox.paths.socket.exists());
 }
 
+#[test]
+fn a_load_whose_base_is_removed_gives_its_memory_back_before_anybody_hears_of_it() {
+    for finishes in [false, true] {
+        let mut sandbox = Sandbox::with(1, |config| {
+            config.socket = config.socket.replace("/run/n.sock", "/views/elsewhere.sock");
+        });
+        sandbox.paths.socket = sandbox.home.path().join("views/elsewhere.sock");
+        let mut waiting = sandbox.client();
+        waiting.send(Operation::Wait { progress: true }).expect("sent");
+        assert!(matches!(waiting.next(soon()).expect("an answer"), Reply::Progress(_)));
+        std::fs::remove_dir_all(sandbox.home.path().join("run")).expect("removed");
+        if finishes {
+            sandbox.tell(Step::Finish);
+        }
+        let refused = loop {
+            match waiting.next(soon()).expect("an answer") {
+                Reply::Progress(_) => {}
+                Reply::Error(error) => break error,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert!(refused.message.contains("was removed while 'n' was loaded"), "{refused:?}");
+        assert_eq!(sandbox.happened(), ["released with the socket"]);
+        assert!(sandbox.ended().expect_err("a failure").message().contains("was removed while"));
+        assert!(!sandbox.home.path().join("run").exists());
+    }
+}
+
 // Readers without a lease, as a look finds them.
 
 fn waiting_stop() -> Operation {
