@@ -151,7 +151,7 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
     let mut client = target.connect()?;
     let status = status_of(target, &mut client)?;
     if args.wait.is_some() && !args.force {
-        note_uses(&mut client, &status);
+        note_uses(target, &status);
     }
     let manner = Manner {
         force: args.force,
@@ -204,14 +204,16 @@ pub(super) fn end(
     Ok(still_held)
 }
 
-/// Says what is waited for.
-fn note_uses(client: &mut Client, status: &Status) {
+/// Says what is waited for. The question has a connection of its own: where a look takes long it stays unanswered,
+/// and the daemon takes no other from who waits for an answer.
+fn note_uses(target: &Target, status: &Status) {
     if !status.leases.is_empty() {
         let leases = status.leases.iter().map(|lease| (lease.pid, lease.command.as_str()));
         return output::note(&format!("waiting for {}", named(leases)));
     }
     // A daemon that does not know the question can't wait for readers either.
-    if let Ok(Reply::Readers(readers)) = client.request(Operation::Readers {})
+    if let Ok(Some(mut client)) = target.try_connect()
+        && let Ok(Reply::Readers(readers)) = client.request(Operation::Readers {})
         && !readers.readers.is_empty()
     {
         let readers = readers.readers.iter().map(|reader| (reader.pid, reader.command.as_str()));
@@ -406,6 +408,23 @@ mod tests {
         assert_eq!(output.status.code(), Some(5));
         assert!(testing::text(&output.stderr).contains("process 77"), "{output:?}");
         assert!(output.stdout.is_empty());
+    }
+
+    #[test]
+    fn a_look_that_takes_long_does_not_keep_the_stop_from_being_asked_for() {
+        let standin = Standin::start(true, |operation, facts| match operation {
+            Operation::Status {} => {
+                let status = testing::status(facts, State::Ready);
+                vec![Reply::Status(Box::new(Status { leases: Vec::new(), ..status }))]
+            }
+            Operation::Readers {} => Vec::new(),
+            Operation::Stop { .. } => {
+                vec![Reply::Error(Failure::from(&Error::new(Kind::InUse, "read without a lease")))]
+            }
+            _ => testing::ready(operation, facts),
+        });
+        let output = standin.iloader(&["stop", "--base-dir", "BASE", "--timeout=0.2", "--wait=9", "qwen"]);
+        assert_eq!(output.status.code(), Some(5), "{output:?}");
     }
 
     #[test]
