@@ -47,24 +47,40 @@ pub(super) fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Shar
     Ok(share)
 }
 
-/// Whether a load of `selection` would be begun by a daemon of this process's kind once the cache of that name has
-/// ended and `freed_bytes` more of memory are available. Allocates nothing and makes nothing.
+/// What a running cache gives back when it ends for another one of its name.
+#[derive(Clone, Copy, Debug)]
+pub struct Leaving {
+    /// Its process, in its own PID namespace.
+    pub pid: u32,
+    /// Bytes that it has in memory.
+    pub filled_bytes: u64,
+    /// Bytes that it has still to fill, and so promised to itself.
+    pub unfilled_bytes: u64,
+}
+
+/// Whether a load of `selection` would be begun by a daemon of this process's kind once the running cache of that
+/// name has left. Allocates nothing and makes nothing.
 ///
 /// # Errors
 ///
 /// The one that such a load would end with at once.
-pub fn rehearse(config: &Config, selection: &Selection, freed_bytes: u64) -> Result<()> {
+pub fn rehearse(config: &Config, selection: &Selection, leaving: Leaving) -> Result<()> {
     let plan = plan::lay_out(selection, chunk_bytes(&config.tuning));
     let settings = settings(config, &plan)?;
     let request = request(config, &plan, &settings);
     check_limits(&plan, &settings, request.need_bytes)?;
-    let rooms = budget::available()?.rooms.into_iter();
-    let later = rooms.map(|room| Room { bytes: room.bytes.saturating_add(freed_bytes), ..room });
-    let mut later = Availability::of(later.collect());
-    later.promised_bytes = promise::promised_bytes();
+    let later = without(leaving, budget::available()?.rooms, promise::promised_bytes());
     budget::admit(&request, &later).map(drop)?;
     let proposes = config.limits.resident_bytes_max;
-    Ledger::of_socket(&config.socket).rehearse(&config.name, plan.allocated_bytes(), proposes)
+    Ledger::of_socket(&config.socket).rehearse((&config.name, leaving.pid), plan.allocated_bytes(), proposes)
+}
+
+/// What there will be for others without a cache, of what there is with it.
+fn without(leaving: Leaving, rooms: Vec<Room>, promised_bytes: u64) -> Availability {
+    let grow = |room: Room| Room { bytes: room.bytes.saturating_add(leaving.filled_bytes), ..room };
+    let mut later = Availability::of(rooms.into_iter().map(grow).collect());
+    later.promised_bytes = promised_bytes.saturating_sub(leaving.unfilled_bytes);
+    later
 }
 
 fn request(config: &Config, plan: &Plan, settings: &Settings) -> Request {
@@ -91,4 +107,19 @@ fn check_limits(plan: &Plan, settings: &Settings, need_bytes: u64) -> Result<()>
         limits::check_locked_memory(plan.allocated_bytes(), segments)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_that_leaves_takes_its_promise_along() {
+        let leaving = Leaving { pid: 7, filled_bytes: 10, unfilled_bytes: 30 };
+        let rooms = || vec![Room { what: "host".to_owned(), bytes: 50 }];
+        let others = 5;
+        assert_eq!(without(leaving, rooms(), 30 + others).unpromised_bytes(), 55);
+        // It may have filled some of it since.
+        assert_eq!(without(leaving, rooms(), 12).unpromised_bytes(), 60);
+    }
 }

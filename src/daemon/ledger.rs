@@ -52,19 +52,20 @@ impl Ledger {
         Ok((Share { terms, claim }, group.take_notes()))
     }
 
-    /// Whether [`Ledger::reserve`] would take this share once the shares of the cache `name` are given back. Changes
-    /// nothing.
+    /// Whether [`Ledger::reserve`] would take this share once that of `leaving`, a cache by its name and process, is
+    /// given back. Changes nothing.
     ///
     /// # Errors
     ///
     /// As there.
-    pub fn rehearse(&self, name: &str, bytes: u64, proposes: Option<u64>) -> Result<()> {
+    pub fn rehearse(&self, leaving: (&str, u32), bytes: u64, proposes: Option<u64>) -> Result<()> {
         if self.claims.are_absent() {
             return quota::admit(Ask { need_bytes: bytes, proposes }, None, &[]);
         }
         let mut group = self.claims.lock()?;
-        let others: Vec<Holder> =
-            group.peek()?.into_iter().map(holder).filter(|holder| holder.name != name).collect();
+        let mut others = group.peek()?;
+        others.retain(|terms| (terms.name.as_str(), terms.pid) != leaving);
+        let others: Vec<Holder> = others.into_iter().map(holder).collect();
         quota::admit(Ask { need_bytes: bytes, proposes }, self.quota(&group)?, &others)
     }
 

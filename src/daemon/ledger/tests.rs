@@ -221,3 +221,18 @@ fn a_commit_that_cannot_be_written_changes_nothing() {
     share.commit().unwrap();
     assert_eq!(ledger.usage().unwrap(), Usage { quota_bytes: Some(50), used_bytes: 5 });
 }
+
+#[test]
+fn a_rehearsal_leaves_out_one_cache_and_not_its_namesake() {
+    let home = tempfile::tempdir().unwrap();
+    let ledger = Ledger::of_group(home.path());
+    ledger.set(10).unwrap();
+    let (_share, _) = ledger.reserve("n", 6, None).unwrap();
+    let own = std::process::id();
+    ledger.rehearse(("n", own), 10, None).unwrap();
+    assert_eq!(ledger.rehearse(("n", own), 11, None).unwrap_err().kind(), Kind::NoRoom);
+    for leaving in [("n", own + 1), ("another", own)] {
+        assert_eq!(ledger.rehearse(leaving, 5, None).unwrap_err().kind(), Kind::NoRoom);
+        ledger.rehearse(leaving, 4, None).unwrap();
+    }
+}
