@@ -14,6 +14,7 @@ use crate::control::client::Client;
 use crate::control::frame;
 use crate::control::message::{LOOK_MAX, Operation, Readers, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
+use crate::readers::named;
 use crate::registry::{self, Name, lock};
 use crate::sys;
 use crate::units::ByteSize;
@@ -23,9 +24,6 @@ const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The pause between two looks at a lock, where the end of a process can't be waited for.
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
-
-/// Processes that are named one by one.
-const HOLDERS_SHOWN_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
 A cache is in use while somebody holds a lease, and while a process has a file of it open or mapped, with or \
@@ -279,17 +277,6 @@ fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
     }
 }
 
-/// Processes by number and command, as many as fit a line.
-pub(super) fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
-    let count = processes.len();
-    let mut shown: Vec<String> =
-        processes.take(HOLDERS_SHOWN_MAX).map(|(pid, command)| format!("pid {pid} ({command})")).collect();
-    if count > HOLDERS_SHOWN_MAX {
-        shown.push(format!("{} more", count - HOLDERS_SHOWN_MAX));
-    }
-    shown.join(", ")
-}
-
 /// Waits until the daemon is gone: its connection closed, its process ended, its lock free.
 fn wait_for_end(target: &Target, client: &mut Client, process: Option<OwnedFd>) -> Result<()> {
     let deadline = Instant::now() + END_TIMEOUT;
@@ -389,13 +376,6 @@ mod tests {
     }
 
     #[test]
-    fn holders_are_named_up_to_a_limit() {
-        assert_eq!(named([(7, "engine")].into_iter()), "pid 7 (engine)");
-        let many: Vec<(i32, &str)> = (1..=8).map(|pid| (pid, "engine")).collect();
-        assert!(named(many.into_iter()).ends_with("pid 5 (engine), 3 more"));
-    }
-
-    #[test]
     fn leases_refuse_a_stop_with_their_holders() {
         let standin = Standin::start(true, |operation, facts| match operation {
             Operation::Stop { force: false, .. } => {
@@ -481,9 +461,9 @@ mod tests {
         let said = |holders: &Readers| {
             stopped(&target, &testing::status(&facts, State::Ready), Some(holders), false)
         };
-        assert!(said(&holders).ends_with("cannot be looked into: pid 8 (engine)"), "{}", said(&holders));
+        assert!(said(&holders).ends_with("cannot be looked into: process 8 engine"), "{}", said(&holders));
         holders.readers.push(testing::reader(9));
-        assert!(said(&holders).ends_with("until they let go: pid 9 (engine)"), "{}", said(&holders));
+        assert!(said(&holders).ends_with("until they let go: process 9 engine"), "{}", said(&holders));
         assert!(said(&Readers::default()).ends_with(" (4.0 KiB)"));
     }
 

@@ -7,9 +7,13 @@ use std::path::{Path, PathBuf};
 
 use super::Segments;
 use super::maps::{self, Memory};
+use crate::error::shown;
 
 /// A command line is shown up to this many bytes.
 const COMMAND_BYTES_MAX: usize = 200;
+
+/// A message names no more processes than this.
+const NAMED_MAX: usize = 5;
 
 /// What stands in the name of every segment, whatever backs it.
 const SEGMENT_MARK: &[u8] = b"iloader:";
@@ -142,9 +146,30 @@ pub fn command_of(pid: i32) -> String {
     text
 }
 
+/// Processes by number and [`command_of`] in a message, as many as fit a line.
+pub fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
+    let count = processes.len();
+    let in_words = |(pid, command)| match command {
+        "" => format!("process {pid}"),
+        command => format!("process {pid} {}", shown(command)),
+    };
+    let mut named: Vec<String> = processes.take(NAMED_MAX).map(in_words).collect();
+    if count > NAMED_MAX {
+        named.push(format!("{} more", count - NAMED_MAX));
+    }
+    named.join(", ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processes_are_named_up_to_a_limit() {
+        assert_eq!(named([(7, "sleep 600\n"), (8, "")].into_iter()), "process 7 'sleep 600\\n', process 8");
+        let many: Vec<(i32, &str)> = (1..=8).map(|pid| (pid, "engine")).collect();
+        assert!(named(many.into_iter()).ends_with("process 5 engine, 3 more"));
+    }
 
     #[test]
     fn commands_are_read_from_the_process() {
