@@ -106,7 +106,7 @@ pub fn find(segments: &Segments, detail: Detail) -> Result<Seen> {
     for pid in pids {
         let directory = proc.join(pid.to_string());
         let looked = process::look_at(&directory, segments);
-        if looked.uses.is_some() {
+        if looked.held.is_some() {
             if program.is_none() || identity_of(&directory.join("exe")) != program {
                 seen.readers.push(reader(pid, looked, segments, detail));
             }
@@ -128,8 +128,8 @@ fn reader(pid: i32, looked: process::Looked, segments: &Segments, detail: Detail
     let memory = is_asked.then(|| process::memory_of(&directory, segments)).flatten();
     Reader {
         process: Process { pid, command: command_of(pid) },
-        descriptors: looked.uses.descriptors,
-        mapped_bytes: looked.uses.mapped_bytes,
+        descriptors: looked.held.descriptors,
+        mapped_bytes: looked.held.mapped_bytes,
         memory,
     }
 }

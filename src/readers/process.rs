@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::Segments;
 use super::maps::{self, Memory};
 use crate::error::shown;
+use crate::sys::process::state_in;
 
 /// A command line is shown up to this many bytes.
 const COMMAND_BYTES_MAX: usize = 200;
@@ -20,16 +21,16 @@ const SEGMENT_MARK: &[u8] = b"iloader:";
 
 /// What a process has of some segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Uses {
+pub(super) struct Held {
     /// Descriptors that lead to one.
     pub(super) descriptors: u64,
     /// Bytes of address space on them.
     pub(super) mapped_bytes: u64,
 }
 
-impl Uses {
+impl Held {
     pub(super) fn is_some(self) -> bool {
-        self != Uses::default()
+        self != Held::default()
     }
 }
 
@@ -37,7 +38,7 @@ impl Uses {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Looked {
     /// What it has, as far as that was seen.
-    pub(super) uses: Uses,
+    pub(super) held: Held,
     /// Something of it may not be looked into.
     pub(super) is_hidden: bool,
     /// Where it was seen: the process's directory, or that of a thread of it.
@@ -50,7 +51,7 @@ pub(super) struct Looked {
 /// what it has in the directories of those.
 pub(super) fn look_at(directory: &Path, segments: &Segments) -> Looked {
     let looked = look_into(directory, segments);
-    if looked.uses.is_some() || !(looked.is_bare || looked.is_hidden) || !has_ended(directory) {
+    if looked.held.is_some() || !(looked.is_bare || looked.is_hidden) || !has_ended(directory) {
         return looked;
     }
     let threads = std::fs::read_dir(directory.join("task")).into_iter().flatten().flatten();
@@ -61,15 +62,15 @@ pub(super) fn look_at(directory: &Path, segments: &Segments) -> Looked {
 
 fn look_into(directory: &Path, segments: &Segments) -> Looked {
     let mut looked =
-        Looked { uses: Uses::default(), is_hidden: false, directory: directory.to_owned(), is_bare: false };
+        Looked { held: Held::default(), is_hidden: false, directory: directory.to_owned(), is_bare: false };
     match descriptors(&directory.join("fd"), segments) {
-        Ok(count) => looked.uses.descriptors = count,
+        Ok(count) => looked.held.descriptors = count,
         Err(error) => looked.is_hidden |= !is_end(&error),
     }
     match std::fs::read(directory.join("maps")) {
         Ok(text) => {
             looked.is_bare = text.is_empty();
-            looked.uses.mapped_bytes = maps::mapped_bytes(&text, segments);
+            looked.held.mapped_bytes = maps::mapped_bytes(&text, segments);
         }
         Err(error) if is_end(&error) => looked.is_bare = true,
         Err(_) => looked.is_hidden = true,
@@ -117,9 +118,7 @@ fn is_end(error: &io::Error) -> bool {
 /// Whether a process or thread runs no more, though nobody may have waited for it yet.
 fn has_ended(directory: &Path) -> bool {
     let Ok(stat) = std::fs::read(directory.join("stat")) else { return true };
-    // The state stands behind the name in parentheses, which may have parentheses, too.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
-    matches!(state, None | Some(b'Z' | b'X'))
+    matches!(state_in(&stat), None | Some(b'Z' | b'X'))
 }
 
 /// The command line of a process, its parts separated by blanks, cut where it is long; the name of a process
@@ -181,7 +180,7 @@ mod tests {
     #[test]
     fn a_process_that_is_gone_has_nothing_and_hides_nothing() {
         let looked = look_at(Path::new("/proc/4294967295"), &Segments::default());
-        assert_eq!((looked.uses, looked.is_hidden), (Uses::default(), false));
+        assert_eq!((looked.held, looked.is_hidden), (Held::default(), false));
         let mut child = std::process::Command::new("true").spawn().expect("spawned");
         let directory = PathBuf::from(format!("/proc/{}", child.id()));
         while !has_ended(&directory) {
