@@ -386,6 +386,7 @@ impl Server {
     fn begin_stop(&mut self, remove_view: bool, seen: Option<&Seen>) -> Reply {
         crash::point("stop-received");
         notify(&[NotifyState::Stopping]);
+        let remove_view = remove_view || self.is_view_unwanted();
         let mut notes = Vec::new();
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
             Phase::Loading => {

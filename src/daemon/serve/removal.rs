@@ -23,8 +23,8 @@ impl Server {
         }
     }
 
-    /// Whether the view's directory goes with such a cache: the user wanted all that stands in BASE gone, while a
-    /// directory at another place is his own.
+    /// Whether the view's directory goes with the cache however it ends: who removed BASE wanted all that stands in it
+    /// gone, while a directory at another place is his own.
     pub(super) fn is_view_unwanted(&self) -> bool {
         self.removed.is_some() && Path::new(&self.config.view).starts_with(&self.config.base)
     }

@@ -616,6 +616,7 @@ fn a_removed_base_is_noticed_and_another_daemons_files_stay() {
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json"]);
     assert!(!sandbox.paths.socket.exists());
+    assert!(sandbox.happened().contains(&"withdrawn, remove true".to_owned()), "{:?}", sandbox.happened());
 }
 
 #[test]

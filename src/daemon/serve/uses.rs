@@ -301,10 +301,9 @@ impl Server {
         let is_free = self.leases.count() == 0 && seen.readers.is_empty();
         let is_forced = due.iter().any(|stop| stop.force);
         if is_forced || (is_free && (is_evicting || !due.is_empty())) {
-            let mut remove_view = due.iter().any(|stop| stop.remove_view);
+            let remove_view = due.iter().any(|stop| stop.remove_view);
             if due.is_empty() {
                 self.log.line(self.why_evicted());
-                remove_view = self.is_view_unwanted();
             } else {
                 let asking = self.listener.pid(due[0].from);
                 let (leases, readers) = (self.leases.count(), seen.readers.len());
