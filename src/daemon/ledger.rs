@@ -145,9 +145,14 @@ impl Share {
     pub fn commit(&mut self) -> Result<()> {
         let Some(quota_bytes) = self.terms.proposes else { return Ok(()) };
         let group = self.claim.claims().lock()?;
-        keep(&group, quota_bytes)?;
         let settled = Terms { proposes: None, ..self.terms.clone() };
+        // First what can be undone, so that a quota which is kept is one of a start that succeeded.
         self.claim.rewrite(&settled)?;
+        if let Err(error) = keep(&group, quota_bytes) {
+            // Where this fails too nobody is bound for longer than the failed start has its share.
+            let _ = self.claim.rewrite(&self.terms);
+            return Err(error);
+        }
         drop(group);
         self.terms = settled;
         Ok(())

@@ -218,6 +218,7 @@ fn a_commit_that_cannot_be_written_changes_nothing() {
     assert!(share.commit().is_err());
     std::fs::remove_dir(ledger.claims.kept_file()).unwrap();
     assert_eq!(ledger.usage().unwrap(), Usage { quota_bytes: None, used_bytes: 5 });
+    assert_eq!(ledger.reserve("m", 46, None).unwrap_err().kind(), Kind::NoRoom, "it binds others as before");
     share.commit().unwrap();
     assert_eq!(ledger.usage().unwrap(), Usage { quota_bytes: Some(50), used_bytes: 5 });
 }
