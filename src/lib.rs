@@ -6,12 +6,15 @@
 //! ModelDir ── source::select ──▶ Selection         sorted files: path, length, identity
 //! Selection ── plan::lay_out ──▶ Plan              pure: targets + chunks {source range → target range}
 //! Plan.need ── budget::admit ──▶ Grant             refuse before the first allocation
+//! Need ── daemon::admission ───▶ Promise + Share   what other starts leave to this one: memory, and of the quota
 //! Plan ── memory::Filling ─────▶ [OpenSegment]     one per inode; one Window carved per chunk
-//! Plan+Engine+Sink ─ load::run ▶ (done)            Windows leave empty, return full: the only copy loop
+//! Plan+Engine+Sink ─ load::run ▶ (done)            Windows leave empty, return full: the only copy loop;
+//!                                                  daemon::watch holds or ends it when memory runs out
 //! OpenSegment ── seal(self) ──▶ Segment            the only thing that may be published
-//! Manifest+[Segment] ─────────▶ Resident           what a daemon keeps alive
+//! Manifest+[Segment]+Share ───▶ Resident           what a daemon keeps alive
 //! Resident ── view::publish ──▶ View               directory of links, appears in one rename
 //! Resident+View ─ daemon::serve                    control socket, leases, stop
+//! Segments ── readers::find ───▶ Seen              who else reads: decides stop, eviction and gc beside the leases
 //! ```
 //!
 //! Modules in reading order, each importing only what stands in a lower row (`tests/it/tidy.rs` checks it):

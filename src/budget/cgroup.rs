@@ -266,9 +266,14 @@ impl Groups {
     /// Finds the groups of process `pid`, ours of each hierarchy first, on the system whose files stand under
     /// `root`. What exists but cannot be read goes to `unread`.
     pub(super) fn find(root: &Path, pid: u32, unread: &mut Vec<String>) -> Groups {
+        Groups::find_of(root, pid, Path::new(MEMBERSHIP), unread)
+    }
+
+    /// The same for the process that `membership` tells of, such as `/proc/4711/cgroup`.
+    fn find_of(root: &Path, pid: u32, membership: &Path, unread: &mut Vec<String>) -> Groups {
         let mut files = Files { root, unread };
         // A kernel without control groups has neither file.
-        let text = files.read(Path::new(MEMBERSHIP)).unwrap_or_default();
+        let text = files.read(membership).unwrap_or_default();
         let mounts = files.read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
         let membership = parse_membership(&text);
         // The controller is in one hierarchy alone.
@@ -329,6 +334,14 @@ impl Groups {
 }
 
 const MEMBERSHIP: &str = "/proc/self/cgroup";
+
+/// The groups with limits that another process is in, or below, as far as they can be seen from here: what it
+/// gives back counts under these.
+pub fn groups_of(pid: u32) -> Vec<GroupId> {
+    let membership = PathBuf::from(format!("/proc/{pid}/cgroup"));
+    let found = Groups::find_of(Path::new("/"), pid, &membership, &mut Vec::new());
+    found.groups.iter().filter_map(|group| group.id).collect()
+}
 
 /// Of the groups whose limits hold, ours first, the one that is charged: of the v1 hierarchy with the memory
 /// controller, where there is one; in the unified hierarchy the nearest for which the controller is enabled.

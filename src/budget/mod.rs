@@ -12,5 +12,6 @@ pub mod swap;
 pub mod watch;
 
 pub use admit::{Grant, Request, admit};
+pub use cgroup::groups_of;
 pub use meminfo::{Availability, Limits, available};
 pub use room::{Promised, Room};

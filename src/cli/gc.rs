@@ -16,6 +16,7 @@ use crate::control::message::{LOOK_MAX, Operation, Reply, State, Status};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::gc::{self, Candidate, Policy, Why};
+use crate::readers::named;
 use crate::registry::{self, BaseDir, Liveness, Name, Record, lock};
 use crate::units::ByteSize;
 use crate::view;
@@ -128,7 +129,7 @@ fn cache(target: Target, snapshot: &Snapshot) -> Cache {
 
 fn leased_by(status: &Status) -> Option<String> {
     let leases = status.leases.iter().map(|lease| (lease.pid, lease.command.as_str()));
-    (!status.leases.is_empty()).then(|| format!("leased by {}", stop::named(leases)))
+    (!status.leases.is_empty()).then(|| format!("leased by {}", named(leases)))
 }
 
 /// Decides about one victim after the other, each in the light of those before. Gives the memory that all took
@@ -201,7 +202,7 @@ fn dispose(cache: &Cache, apply: bool) -> Result<Option<String>> {
         Reply::Readers(found) if found.readers.is_empty() => Ok(None),
         Reply::Readers(found) => {
             let readers = found.readers.iter().map(|reader| (reader.pid, reader.command.as_str()));
-            Ok(Some(format!("read without a lease by {}", stop::named(readers))))
+            Ok(Some(format!("read without a lease by {}", named(readers))))
         }
         other => Err(cache.target.unexpected(&other)),
     }

@@ -72,7 +72,7 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<()> {
 impl Inspection {
     fn of(selection: Selection) -> Result<Inspection> {
         // In this order, as at a start: what is filled in between counts twice.
-        let promises = promise::standing();
+        let promises = promise::standing(None);
         let available = budget::available()?.beside(&promises);
         let plan = plan::lay_out(&selection, args::CHUNK_BYTES);
         let engine = engine::Selected::probe(engine::Choice::Auto, None)?;

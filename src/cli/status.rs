@@ -233,10 +233,15 @@ struct Findings {
 
 /// Looks at source and view of a ready cache, and at its readers where asked for.
 fn examine(target: &Target, mut client: Client, status: &Status, wants_readers: bool) -> Findings {
-    let readers = wants_readers.then(|| readers_of(target, &mut client)).flatten();
     let manifest = match client.request(Operation::Manifest {}) {
-        Ok(Reply::Manifest(manifest)) => manifest,
-        Ok(other) => return Findings::unknown(&target.unexpected(&other), readers),
+        Ok(Reply::Manifest(manifest)) => Ok(manifest),
+        Ok(other) => Err(target.unexpected(&other)),
+        Err(error) => Err(error),
+    };
+    // Last: a look that takes longer than it is waited for leaves a connection on which nothing else can be asked.
+    let readers = wants_readers.then(|| readers_of(target, &mut client)).flatten();
+    let manifest = match manifest {
+        Ok(manifest) => manifest,
         Err(error) => return Findings::unknown(&error, readers),
     };
     let passed = manifest.files.iter().filter(|file| file.passthrough);
@@ -513,6 +518,20 @@ mod tests {
         assert_eq!((&json["unseen"][0]["pid"], &json["unseen_of_others"]), (&8.into(), &3.into()));
         let json: serde_json::Value = serde_json::from_str(&text(&["--json"])).expect("JSON");
         assert!(json["readers"].is_null() && json["unseen"].is_null(), "{json}");
+    }
+
+    #[test]
+    fn a_look_that_takes_long_leaves_the_rest_known() {
+        let standin = Standin::start(true, |operation, facts| match operation {
+            Operation::Readers {} => Vec::new(),
+            _ => testing::ready(operation, facts),
+        });
+        let words = ["status", "--readers", "--json", "--timeout=0.2", "--base-dir", "BASE", "qwen"];
+        let output = standin.iloader(&words);
+        let stderr = testing::text(&output.stderr);
+        assert!(stderr.contains("the readers are not known") && !stderr.contains("compared"), "{stderr}");
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!((&json["source_changed"], json["readers"].is_null()), (&false.into(), true));
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::control::client::Client;
 use crate::control::frame;
 use crate::control::message::{LOOK_MAX, Operation, Readers, Reply, State, Status};
 use crate::error::{Error, Kind, Result};
+use crate::readers::named;
 use crate::registry::{self, Name, lock};
 use crate::sys;
 use crate::units::ByteSize;
@@ -23,9 +24,6 @@ const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The pause between two looks at a lock, where the end of a process can't be waited for.
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
-
-/// Processes that are named one by one.
-const HOLDERS_SHOWN_MAX: usize = 5;
 
 const HELP_AFTER: &str = "\
 A cache is in use while somebody holds a lease, and while a process has a file of it open or mapped, with or \
@@ -151,7 +149,7 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
     let mut client = target.connect()?;
     let status = status_of(target, &mut client)?;
     if args.wait.is_some() && !args.force {
-        note_uses(&mut client, &status);
+        note_uses(target, &status);
     }
     let manner = Manner {
         force: args.force,
@@ -204,14 +202,16 @@ pub(super) fn end(
     Ok(still_held)
 }
 
-/// Says what is waited for.
-fn note_uses(client: &mut Client, status: &Status) {
+/// Says what is waited for. The question has a connection of its own: where a look takes long it stays unanswered,
+/// and the daemon takes no other from who waits for an answer.
+fn note_uses(target: &Target, status: &Status) {
     if !status.leases.is_empty() {
         let leases = status.leases.iter().map(|lease| (lease.pid, lease.command.as_str()));
         return output::note(&format!("waiting for {}", named(leases)));
     }
     // A daemon that does not know the question can't wait for readers either.
-    if let Ok(Reply::Readers(readers)) = client.request(Operation::Readers {})
+    if let Ok(Some(mut client)) = target.try_connect()
+        && let Ok(Reply::Readers(readers)) = client.request(Operation::Readers {})
         && !readers.readers.is_empty()
     {
         let readers = readers.readers.iter().map(|reader| (reader.pid, reader.command.as_str()));
@@ -275,17 +275,6 @@ fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
         Reply::Status(status) => Ok(status),
         other => Err(target.unexpected(&other)),
     }
-}
-
-/// Processes by number and command, as many as fit a line.
-pub(super) fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
-    let count = processes.len();
-    let mut shown: Vec<String> =
-        processes.take(HOLDERS_SHOWN_MAX).map(|(pid, command)| format!("pid {pid} ({command})")).collect();
-    if count > HOLDERS_SHOWN_MAX {
-        shown.push(format!("{} more", count - HOLDERS_SHOWN_MAX));
-    }
-    shown.join(", ")
 }
 
 /// Waits until the daemon is gone: its connection closed, its process ended, its lock free.
@@ -387,13 +376,6 @@ mod tests {
     }
 
     #[test]
-    fn holders_are_named_up_to_a_limit() {
-        assert_eq!(named([(7, "engine")].into_iter()), "pid 7 (engine)");
-        let many: Vec<(i32, &str)> = (1..=8).map(|pid| (pid, "engine")).collect();
-        assert!(named(many.into_iter()).ends_with("pid 5 (engine), 3 more"));
-    }
-
-    #[test]
     fn leases_refuse_a_stop_with_their_holders() {
         let standin = Standin::start(true, |operation, facts| match operation {
             Operation::Stop { force: false, .. } => {
@@ -406,6 +388,23 @@ mod tests {
         assert_eq!(output.status.code(), Some(5));
         assert!(testing::text(&output.stderr).contains("process 77"), "{output:?}");
         assert!(output.stdout.is_empty());
+    }
+
+    #[test]
+    fn a_look_that_takes_long_does_not_keep_the_stop_from_being_asked_for() {
+        let standin = Standin::start(true, |operation, facts| match operation {
+            Operation::Status {} => {
+                let status = testing::status(facts, State::Ready);
+                vec![Reply::Status(Box::new(Status { leases: Vec::new(), ..status }))]
+            }
+            Operation::Readers {} => Vec::new(),
+            Operation::Stop { .. } => {
+                vec![Reply::Error(Failure::from(&Error::new(Kind::InUse, "read without a lease")))]
+            }
+            _ => testing::ready(operation, facts),
+        });
+        let output = standin.iloader(&["stop", "--base-dir", "BASE", "--timeout=0.2", "--wait=9", "qwen"]);
+        assert_eq!(output.status.code(), Some(5), "{output:?}");
     }
 
     #[test]
@@ -462,9 +461,9 @@ mod tests {
         let said = |holders: &Readers| {
             stopped(&target, &testing::status(&facts, State::Ready), Some(holders), false)
         };
-        assert!(said(&holders).ends_with("cannot be looked into: pid 8 (engine)"), "{}", said(&holders));
+        assert!(said(&holders).ends_with("cannot be looked into: process 8 engine"), "{}", said(&holders));
         holders.readers.push(testing::reader(9));
-        assert!(said(&holders).ends_with("until they let go: pid 9 (engine)"), "{}", said(&holders));
+        assert!(said(&holders).ends_with("until they let go: process 9 engine"), "{}", said(&holders));
         assert!(said(&Readers::default()).ends_with(" (4.0 KiB)"));
     }
 

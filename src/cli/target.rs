@@ -338,8 +338,8 @@ impl Target {
             .hint("use the program version that started the cache")
     }
 
-    /// Removes what a dead daemon, or a failed load, left, whether or not it is registered. The view's directory stays, empty, unless
-    /// `remove_view`. Gives a line for each thing removed or left alone.
+    /// Removes what a dead daemon, or a failed load, left, whether or not it is registered. The view's directory
+    /// stays, empty, unless `remove_view`. Gives a line for each thing removed or left alone.
     ///
     /// # Errors
     ///

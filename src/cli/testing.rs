@@ -18,6 +18,8 @@ use crate::control::frame::{self, Decoder, REPLY_BYTES_MAX, REQUEST_BYTES_MAX};
 use crate::control::message::{
     Leased, Link, Operation, PROTOCOL, Progress, ReadCounts, ReaderInfo, Reply, Request, State, Status,
 };
+use crate::error::{Error, Kind};
+use crate::failure::Failure;
 use crate::manifest::{self, FileEntry, Manifest, SelectionRules};
 use crate::registry::{BaseDir, Host, Lock, Record, record};
 use crate::source::Identity;
@@ -201,9 +203,19 @@ pub(super) fn crashed(facts: &Facts) -> Record {
 
 fn converse(mut stream: UnixStream, facts: &Facts, answers: &Answers, ended: &Sender<()>) {
     let mut decoder = Decoder::new(REQUEST_BYTES_MAX);
+    // As a daemon, it takes no other question from who still waits for an answer.
+    let mut is_waiting = false;
     while let Ok(Some(frame)) = frame::read(&mut stream, &mut decoder, None) {
-        let request = Request::parse(&frame).expect("a request");
-        for reply in answers(&request.operation, facts) {
+        let operation = Request::parse(&frame).expect("a request").operation;
+        let replies = match operation {
+            Operation::Cancel {} => answers(&operation, facts),
+            _ if is_waiting => {
+                vec![Reply::Error(Failure::from(&Error::new(Kind::Usage, "this connection waits already")))]
+            }
+            _ => answers(&operation, facts),
+        };
+        is_waiting = replies.is_empty();
+        for reply in replies {
             let frame = frame::encode(&reply, REPLY_BYTES_MAX).expect("encoded");
             // A client that has seen enough is gone.
             if stream.write_all(&frame).is_err() {

@@ -210,7 +210,8 @@ pub struct Status {
     pub progress: Progress,
     /// Live leases.
     pub leases: Vec<LeaseInfo>,
-    /// Seconds since the last lease ended, or since readiness; 0 while leased or loading.
+    /// Seconds since the last lease ended, or since readiness, or since a reader without one was last met; 0 while
+    /// leased or loading.
     pub idle_seconds: f64,
     /// When the cache was made, RFC 3339.
     pub created: String,
@@ -247,7 +248,7 @@ pub struct Status {
     pub tool: String,
     /// The daemon's [`PROTOCOL`].
     pub protocol: u32,
-    /// Seconds until eviction when idle, where set.
+    /// Seconds without a lease or another reader until eviction, where set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ttl_seconds: Option<f64>,
     /// The control group that the memory is charged to, such as `cgroup v2 /user.slice`; `None` where the kernel

@@ -1,6 +1,6 @@
 //! May this load begin: what limits the process, memory, promised one start at a time, and the shared quota.
 
-use crate::budget::{self, Availability, Grant, Request, Room, limits};
+use crate::budget::{self, Availability, Grant, Promised, Request, Room, limits};
 use crate::daemon::config::Config;
 use crate::daemon::ledger::{Ledger, Share};
 use crate::daemon::log::Log;
@@ -47,25 +47,45 @@ pub(super) fn take_share(config: &Config, plan: &Plan, log: &Log) -> Result<Shar
     Ok(share)
 }
 
-/// Whether a load of `selection` would be begun by a daemon of this process's kind once the cache of that name has
-/// ended and `freed_bytes` more of memory are available. Allocates nothing and makes nothing.
+/// What a running cache gives back when it ends for another one of its name.
+#[derive(Clone, Copy, Debug)]
+pub struct Leaving {
+    /// Its process, in its own PID namespace.
+    pub pid: u32,
+    /// Bytes that it has in memory.
+    pub filled_bytes: u64,
+}
+
+/// Whether a load of `selection` would be begun by a daemon of this process's kind once the running cache of that
+/// name has left. Allocates nothing and makes nothing.
 ///
 /// # Errors
 ///
 /// The one that such a load would end with at once.
-pub fn rehearse(config: &Config, selection: &Selection, freed_bytes: u64) -> Result<()> {
+pub fn rehearse(config: &Config, selection: &Selection, leaving: Leaving) -> Result<()> {
     let plan = plan::lay_out(selection, chunk_bytes(&config.tuning));
     let settings = settings(config, &plan)?;
     let request = request(config, &plan, &settings);
     check_limits(&plan, &settings, request.need_bytes)?;
     // In this order, as at a start: what is filled in between counts twice.
-    let promises = promise::standing();
-    let rooms = budget::available()?.rooms.into_iter();
-    let later = rooms.map(|room| Room { bytes: room.bytes.saturating_add(freed_bytes), ..room });
-    let later = Availability::of(later.collect()).beside(&promises);
+    let promises = promise::standing(Some(leaving.pid));
+    let later = without(leaving, budget::available()?.rooms, &promises);
     budget::admit(&request, &later).map(drop)?;
     let proposes = config.limits.resident_bytes_max;
-    Ledger::of_socket(&config.socket).rehearse(&config.name, plan.allocated_bytes(), proposes)
+    Ledger::of_socket(&config.socket).rehearse((&config.name, leaving.pid), plan.allocated_bytes(), proposes)
+}
+
+/// What there will be for others without a cache, of what there is with it. Its memory counts under the limits that
+/// it is charged to, and no others.
+fn without(leaving: Leaving, rooms: Vec<Room>, promises: &[Promised]) -> Availability {
+    let charged = budget::groups_of(leaving.pid);
+    // A group that is hidden from us is above the cache too, where its others are ours.
+    let counts = |room: &Room| room.group.is_none_or(|group| charged.contains(&group));
+    let grown = |room: Room| match counts(&room) {
+        true => Room { bytes: room.bytes.saturating_add(leaving.filled_bytes), ..room },
+        false => room,
+    };
+    Availability::of(rooms.into_iter().map(grown).collect()).beside(promises)
 }
 
 fn request(config: &Config, plan: &Plan, settings: &Settings) -> Request {
@@ -92,4 +112,28 @@ fn check_limits(plan: &Plan, settings: &Settings, need_bytes: u64) -> Result<()>
         limits::check_locked_memory(plan.allocated_bytes(), segments)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::budget::cgroup::{GroupId, Version};
+
+    /// Its memory comes back under the limits that it is charged to.
+    #[test]
+    fn what_a_cache_gives_back_counts_where_it_is_charged() {
+        let here = std::process::id();
+        let mut rooms = vec![Room::of_all(50, "the host")];
+        rooms.extend(
+            budget::groups_of(here)
+                .into_iter()
+                .map(|group| Room { group: Some(group), ..Room::of_all(70, "a group of ours") }),
+        );
+        let elsewhere = GroupId { version: Version::V1, inode: u64::MAX };
+        rooms.push(Room { group: Some(elsewhere), ..Room::of_all(55, "a group of others") });
+        let later = without(Leaving { pid: here, filled_bytes: 10 }, rooms, &[]);
+        assert_eq!((later.bytes, later.binding.what.as_str()), (55, "a group of others"));
+        let of_ours = later.rooms.iter().filter(|room| room.what == "a group of ours");
+        assert!(of_ours.into_iter().all(|room| room.bytes == 80));
+    }
 }

@@ -54,19 +54,20 @@ impl Ledger {
         Ok((Share { terms, claim }, group.take_notes()))
     }
 
-    /// Whether [`Ledger::reserve`] would take this share once the shares of the cache `name` are given back. Changes
-    /// nothing.
+    /// Whether [`Ledger::reserve`] would take this share once that of `leaving`, a cache by its name and process, is
+    /// given back. Changes nothing.
     ///
     /// # Errors
     ///
     /// As there.
-    pub fn rehearse(&self, name: &str, bytes: u64, proposes: Option<u64>) -> Result<()> {
+    pub fn rehearse(&self, leaving: (&str, u32), bytes: u64, proposes: Option<u64>) -> Result<()> {
         if self.claims.are_absent() {
             return quota::admit(Ask { need_bytes: bytes, proposes }, None, &[]);
         }
         let mut group = self.claims.lock()?;
-        let others: Vec<Holder> =
-            group.peek()?.into_iter().map(holder).filter(|holder| holder.name != name).collect();
+        let mut others = group.peek()?;
+        others.retain(|terms| (terms.name.as_str(), terms.pid) != leaving);
+        let others: Vec<Holder> = others.into_iter().map(holder).collect();
         quota::admit(Ask { need_bytes: bytes, proposes }, self.quota(&group)?, &others)
     }
 
@@ -146,9 +147,14 @@ impl Share {
     pub fn commit(&mut self) -> Result<()> {
         let Some(quota_bytes) = self.terms.proposes else { return Ok(()) };
         let group = self.claim.claims().lock()?;
-        keep(&group, quota_bytes)?;
         let settled = Terms { proposes: None, ..self.terms.clone() };
+        // First what can be undone, so that a quota which is kept is one of a start that succeeded.
         self.claim.rewrite(&settled)?;
+        if let Err(error) = keep(&group, quota_bytes) {
+            // Where this fails too nobody is bound for longer than the failed start has its share.
+            let _ = self.claim.rewrite(&self.terms);
+            return Err(error);
+        }
         drop(group);
         self.terms = settled;
         Ok(())

@@ -240,7 +240,12 @@ impl Load {
         locked(&self.control.given_up).clone()
     }
 
-    /// Asks it to give up.
+    /// Ends it for `reason`, which is then its error unless it was done before it saw that.
+    pub(super) fn give_up(&self, reason: Error) {
+        self.control.give_up(reason);
+    }
+
+    /// Asks it to end.
     pub(super) fn cancel(&self) {
         self.control.cancelled.store(true, Ordering::Relaxed);
     }

@@ -48,11 +48,12 @@ pub fn admit(
     admit_beside(&claims, request, limits, name, log)
 }
 
-/// What the starts of this user which are under way have still to fill, where that can be told. Changes nothing.
-pub fn standing() -> Vec<Promised> {
+/// What the starts of this user which are under way have still to fill, where that can be told; without that of the
+/// process `but`, which is about to end. Changes nothing.
+pub fn standing(but: Option<u32>) -> Vec<Promised> {
     let Some(claims) = Claims::standing_promises() else { return Vec::new() };
     let promises = claims.lock().and_then(|mut group| group.peek()).unwrap_or_default();
-    promises.iter().map(promised).collect()
+    promises.iter().filter(|terms| Some(terms.pid) != but).map(promised).collect()
 }
 
 fn admit_beside(

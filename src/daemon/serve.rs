@@ -11,37 +11,31 @@
 //! back, the files are removed, the lock is let go of, and only then do the connections close. So whoever
 //! waits for the connection's end finds nothing left.
 
+mod loading;
+mod removal;
+mod status;
 mod uses;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Resource, getrlimit};
 use sd_notify::NotifyState;
 
-use crate::budget::{self, limits};
-use crate::control::message::{Leased, Link, Operation, PROTOCOL, Progress, Reply, State, Status};
+use crate::budget;
+use crate::control::message::{Leased, Link, Operation, Progress, Reply};
 use crate::daemon::config::Config;
-use crate::daemon::leases::{ConnectionId, DESCRIPTORS_PER_LEASE, LEASES_MAX, Leases};
-use crate::daemon::ledger::Share;
-use crate::daemon::listener::{CONNECTIONS_MAX, Event, Listener};
-use crate::daemon::load::{
-    Load, LoadReport, Loaded, Outcome, Published, PublishedFile, Publisher, Withdraw, Work,
-};
+use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
+use crate::daemon::listener::{Event, Listener};
+use crate::daemon::load::{Load, Loaded, PublishedFile, Publisher, Withdraw, Work};
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::readers::{Seen, Segments};
 use crate::sys::crash;
-use crate::sys::process::trim_heap;
-use crate::units::ByteSize;
 
 use uses::Uses;
-
-/// The least time between two [`Reply::Progress`] to one waiter.
-const PROGRESS_EVERY: Duration = Duration::from_millis(200);
 
 /// How long a load that is to give up may go on. A read from a dead network file system may never end; the
 /// end of the process then ends it.
@@ -49,12 +43,6 @@ const LOAD_END_MAX: Duration = Duration::from_secs(10);
 
 /// How long the last answers may take to be read.
 const FINISH_MAX: Duration = Duration::from_secs(2);
-
-/// A service manager is told so often that a long load is alive, and believes it three times as long.
-const NOTIFY_EVERY: Duration = Duration::from_secs(10);
-
-/// Descriptors that a ready daemon needs beside those of its segments and clients, with room to spare.
-const DESCRIPTORS_REST: usize = 64;
 
 /// A daemon that listens and is registered, and has not begun.
 #[derive(Debug)]
@@ -224,11 +212,7 @@ impl Server {
     /// When something is to be done although nothing happens; `None` for a cache that rests.
     fn deadline(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Loading => {
-                let progress = self.progress_sent.filter(|_| self.progress_waits);
-                let progress = progress.map(|sent| sent + PROGRESS_EVERY);
-                progress.into_iter().chain(self.notify_due).chain(self.give_up_due).min()
-            }
+            Phase::Loading => self.load_deadline(),
             Phase::Ready(_) => self.use_deadline(),
             Phase::Stopping { until } => *until,
             Phase::Ended(_) => None,
@@ -237,18 +221,7 @@ impl Server {
 
     fn handle_deadline(&mut self, now: Instant) {
         match &self.phase {
-            Phase::Loading => {
-                if self.progress_waits && self.is_progress_due(now) {
-                    self.send_progress(now);
-                }
-                self.notify_of_load(now);
-                if self.give_up_due.is_some_and(|due| now >= due)
-                    && let Some(reason) = self.load.given_up()
-                {
-                    self.log.line("the load did not end in time; the end of the process ends it");
-                    self.fail(reason);
-                }
-            }
+            Phase::Loading => self.handle_load_deadline(now),
             Phase::Ready(_) => self.handle_use_deadline(now),
             Phase::Stopping { until } => {
                 if until.is_some_and(|until| now >= until) {
@@ -290,125 +263,6 @@ impl Server {
         let now = Instant::now();
         self.idle_since = now;
         self.leases_ended(now);
-    }
-
-    // The load.
-
-    fn handle_load(&mut self) {
-        match (self.load.take_outcome(), &self.phase) {
-            (None, Phase::Loading) => {
-                self.progress_waits = true;
-                let now = Instant::now();
-                if self.give_up_due.is_none() && self.load.given_up().is_some() {
-                    self.give_up_due = Some(now + LOAD_END_MAX);
-                }
-                if self.is_progress_due(now) {
-                    self.send_progress(now);
-                }
-            }
-            (Some(Outcome::Loaded(Ok(loaded))), Phase::Loading) => self.become_ready(loaded),
-            (Some(Outcome::Loaded(Err(error))), Phase::Loading) => self.fail(error),
-            // It was done a moment before it was told to give up. There is no read left that may hang, so
-            // that the end waits for the memory, and whoever cancelled hears of it when none is left.
-            (Some(Outcome::Loaded(Ok(loaded))), _) => {
-                self.phase = Phase::Stopping { until: None };
-                self.load.release(loaded);
-            }
-            (Some(Outcome::Loaded(Err(_)) | Outcome::Released), _) => {
-                crash::point("memory-released");
-                self.phase = Phase::Ended(Ending::Stopped);
-            }
-            (None, _) => {}
-        }
-    }
-
-    fn become_ready(&mut self, mut loaded: Box<Loaded>) {
-        // One cache, one time: the registration has it already.
-        self.registered.created().clone_into(&mut loaded.manifest.created);
-        let Some(publish) = self.publish.take() else { return };
-        let Published { withdraw, notes } = match publish(&self.config, &loaded) {
-            Ok(published) => published,
-            Err(error) => return self.fail(error),
-        };
-        // From here on the start has succeeded, but for the quota that it was to set.
-        if let Some(Err(error)) = loaded.share.as_mut().map(Share::commit) {
-            self.withdraw(withdraw, false);
-            return self.fail(error.context("the quota cannot be set (--max-resident-bytes)"));
-        }
-        let progress = self.load.progress();
-        for warning in loaded.report.warnings.iter().chain(&notes) {
-            self.log.line(format_args!("warning: {warning}"));
-        }
-        let summary = format!(
-            "ready: {} files, {} in {:.1} s",
-            loaded.manifest.files.len(),
-            ByteSize(loaded.manifest.bytes),
-            progress.seconds
-        );
-        self.log.line(format_args!("{summary}; {}, {}", loaded.report.engine, loaded.report.backing));
-        notify(&[NotifyState::Ready, NotifyState::Status(&summary)]);
-        crash::point("ready-notified");
-        self.make_room_for_clients(loaded.links.len());
-        let segments = Arc::new(loaded.links.iter().map(|file| (file.device, file.inode)).collect());
-        self.phase = Phase::Ready(Resident { loaded, withdraw, progress, segments });
-        self.idle_since = Instant::now();
-        let ready = Reply::Ready { view: self.config.model_dir() };
-        for (waiter, _) in std::mem::take(&mut self.waiters) {
-            self.listener.reply(waiter, &ready);
-        }
-        trim_heap();
-    }
-
-    /// Raises the limit of descriptors to what all the leases and connections take that are admitted, beside
-    /// `published` ones, as far as the hard limit goes. Beyond that clients are refused for want of them.
-    fn make_room_for_clients(&self, published: usize) {
-        let clients = LEASES_MAX * DESCRIPTORS_PER_LEASE + CONNECTIONS_MAX;
-        let needed = (published + clients + DESCRIPTORS_REST) as u64;
-        let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
-        if let Err(error) = limits::raise_descriptors(needed.min(most)) {
-            self.log.line(error.message());
-        }
-    }
-
-    fn fail(&mut self, error: Error) {
-        self.log.line(format_args!("failed: {}", error.message()));
-        let was_told = !self.waiters.is_empty();
-        self.tell_waiters(&error);
-        if let Phase::Ready(resident) = std::mem::replace(&mut self.phase, Phase::Loading) {
-            self.withdraw(resident.withdraw, false);
-        }
-        self.phase = Phase::Ended(Ending::Failed { error, was_told });
-    }
-
-    fn tell_waiters(&mut self, error: &Error) {
-        for (waiter, _) in std::mem::take(&mut self.waiters) {
-            self.refuse(waiter, error);
-        }
-    }
-
-    /// Whether the waiters may hear of progress again.
-    fn is_progress_due(&self, now: Instant) -> bool {
-        self.progress_sent.is_none_or(|sent| now >= sent + PROGRESS_EVERY)
-    }
-
-    fn send_progress(&mut self, now: Instant) {
-        let progress = self.load.progress();
-        self.progress_sent = Some(now);
-        self.progress_waits = false;
-        for (waiter, _) in self.waiters.iter().filter(|(_, wants_progress)| **wants_progress) {
-            self.listener.reply_progress(*waiter, progress);
-        }
-    }
-
-    fn notify_of_load(&mut self, now: Instant) {
-        if self.notify_due.is_none_or(|due| now < due) {
-            return;
-        }
-        self.notify_due = Some(now + NOTIFY_EVERY);
-        let Progress { bytes_done, bytes_total, .. } = self.load.progress();
-        let status = format!("loading: {} of {}", ByteSize(bytes_done), ByteSize(bytes_total));
-        let more = NOTIFY_EVERY.as_micros() as u32 * 3;
-        notify(&[NotifyState::Status(&status), NotifyState::ExtendTimeoutUsec(more)]);
     }
 
     // Requests.
@@ -468,38 +322,6 @@ impl Server {
         }
     }
 
-    fn wait(&mut self, from: ConnectionId, wants_progress: bool) {
-        match self.phase {
-            Phase::Loading => {}
-            Phase::Ready(_) => {
-                return self.listener.reply(from, &Reply::Ready { view: self.config.model_dir() });
-            }
-            Phase::Stopping { .. } | Phase::Ended(_) => {
-                return self.listener.reply(from, &Reply::Stopping { notes: Vec::new(), holders: None });
-            }
-        }
-        self.listener.set_waiting(from);
-        self.waiters.insert(from, wants_progress);
-        if wants_progress {
-            let progress = self.load.progress();
-            self.listener.reply_progress(from, progress);
-        }
-    }
-
-    fn cancel(&mut self, from: ConnectionId) {
-        if !matches!(self.phase, Phase::Loading) || self.waiters.remove(&from).is_none() {
-            return self.refuse(from, &Error::new(Kind::Usage, "this connection waits for no load"));
-        }
-        if !self.waiters.is_empty() || self.config.loads_unattended {
-            let progress = self.load.progress();
-            return self.listener.reply(from, &Reply::Progress(progress));
-        }
-        let pid = self.listener.pid(from);
-        self.log.line(format_args!("process {pid} cancelled the load, and nobody else waits for it"));
-        let reply = self.begin_stop(false, None);
-        self.listener.reply(from, &reply);
-    }
-
     fn lease(&mut self, from: ConnectionId) {
         if matches!(self.phase, Phase::Ready(_))
             && !self.leases.contains(from)
@@ -542,12 +364,29 @@ impl Server {
 
     // The end.
 
+    fn fail(&mut self, error: Error) {
+        self.log.line(format_args!("failed: {}", error.message()));
+        let was_told = !self.waiters.is_empty();
+        self.tell_waiters(&error);
+        if let Phase::Ready(resident) = std::mem::replace(&mut self.phase, Phase::Loading) {
+            self.withdraw(resident.withdraw, false);
+        }
+        self.phase = Phase::Ended(Ending::Failed { error, was_told });
+    }
+
+    fn tell_waiters(&mut self, error: &Error) {
+        for (waiter, _) in std::mem::take(&mut self.waiters) {
+            self.refuse(waiter, error);
+        }
+    }
+
     /// Withdraws the view and has the load ended or the memory given back, after which the loop ends.
     /// Tells everybody who waited. `seen` is who reads at that moment, where it was looked for. Gives what whoever
     /// asked for it is to be told: what there is to know of the view, and who still holds the memory.
     fn begin_stop(&mut self, remove_view: bool, seen: Option<&Seen>) -> Reply {
         crash::point("stop-received");
         notify(&[NotifyState::Stopping]);
+        let remove_view = remove_view || self.is_view_unwanted();
         let mut notes = Vec::new();
         let until = match std::mem::replace(&mut self.phase, Phase::Stopping { until: None }) {
             Phase::Loading => {
@@ -609,72 +448,6 @@ impl Server {
         listener.finish(Instant::now() + FINISH_MAX);
         outcome
     }
-
-    // Status.
-
-    fn status(&self) -> Status {
-        let config = &self.config;
-        let (state, resident) = match &self.phase {
-            Phase::Loading => (State::Loading, None),
-            Phase::Ready(resident) => (State::Ready, Some(resident)),
-            Phase::Stopping { .. } | Phase::Ended(_) => (State::Stopping, None),
-        };
-        let progress = resident.map_or_else(|| self.load.progress(), |resident| resident.progress);
-        let report = match resident {
-            Some(resident) => resident.loaded.report.clone(),
-            None => LoadReport {
-                engine: config.tuning.engine.clone(),
-                engine_reason: "as asked for; chosen while it loads".to_owned(),
-                backing: config.tuning.backing.clone(),
-                backing_reason: "as asked for; chosen while it loads".to_owned(),
-                ..LoadReport::default()
-            },
-        };
-        let is_idle = resident.is_some() && self.leases.count() == 0;
-        let mut warnings = report.warnings;
-        if self.removed.is_some() {
-            warnings.push(format!(
-                "{} was removed or cleaned: no command finds this cache by its name, and it ends when no lease \
-                 is left",
-                shown(&config.base)
-            ));
-        } else if !self.registered.is_in_place() {
-            let base = shown(&config.base);
-            warnings.push(format!("{base} was moved: no command finds this cache by its name there"));
-        }
-        Status {
-            name: config.name.clone(),
-            state,
-            pid: rustix::process::getpid().as_raw_nonzero().get(),
-            view: config.model_dir(),
-            source: config.source.clone(),
-            bytes: resident.map_or(progress.bytes_total, |resident| resident.loaded.manifest.bytes),
-            files: resident
-                .map_or(progress.files_total, |resident| resident.loaded.manifest.files.len() as u64),
-            progress,
-            leases: self.leases.list(),
-            idle_seconds: if is_idle { self.idle_since.elapsed().as_secs_f64() } else { 0.0 },
-            created: self.registered.created().to_owned(),
-            backing: report.backing,
-            backing_reason: report.backing_reason,
-            huge_page_bytes: report.huge_page_bytes,
-            engine: report.engine,
-            engine_reason: report.engine_reason,
-            allocated_bytes: report.allocated_bytes,
-            locked_bytes: report.locked_bytes,
-            read: report.read,
-            identity: config.identity.clone(),
-            settings: config.settings.clone(),
-            tuning: config.tuning.by_name(),
-            log: config.log_file.clone(),
-            socket: config.socket.clone(),
-            tool: env!("CARGO_PKG_VERSION").to_owned(),
-            protocol: PROTOCOL,
-            idle_ttl_seconds: config.idle_ttl_seconds,
-            charged_cgroup: self.charged_cgroup.clone(),
-            warnings,
-        }
-    }
 }
 
 /// Tells the service manager, where there is one. It is a courtesy: a failure changes nothing.
@@ -682,6 +455,5 @@ fn notify(states: &[NotifyState<'_>]) {
     let _ = sd_notify::notify(states);
 }
 
-mod removal;
 #[cfg(test)]
 mod tests;

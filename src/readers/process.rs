@@ -7,25 +7,30 @@ use std::path::{Path, PathBuf};
 
 use super::Segments;
 use super::maps::{self, Memory};
+use crate::error::shown;
+use crate::sys::process::state_in;
 
 /// A command line is shown up to this many bytes.
 const COMMAND_BYTES_MAX: usize = 200;
+
+/// A message names no more processes than this.
+const NAMED_MAX: usize = 5;
 
 /// What stands in the name of every segment, whatever backs it.
 const SEGMENT_MARK: &[u8] = b"iloader:";
 
 /// What a process has of some segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Uses {
+pub(super) struct Held {
     /// Descriptors that lead to one.
     pub(super) descriptors: u64,
     /// Bytes of address space on them.
     pub(super) mapped_bytes: u64,
 }
 
-impl Uses {
+impl Held {
     pub(super) fn is_some(self) -> bool {
-        self != Uses::default()
+        self != Held::default()
     }
 }
 
@@ -33,7 +38,7 @@ impl Uses {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Looked {
     /// What it has, as far as that was seen.
-    pub(super) uses: Uses,
+    pub(super) held: Held,
     /// Something of it may not be looked into.
     pub(super) is_hidden: bool,
     /// Where it was seen: the process's directory, or that of a thread of it.
@@ -46,7 +51,7 @@ pub(super) struct Looked {
 /// what it has in the directories of those.
 pub(super) fn look_at(directory: &Path, segments: &Segments) -> Looked {
     let looked = look_into(directory, segments);
-    if looked.uses.is_some() || !(looked.is_bare || looked.is_hidden) || !has_ended(directory) {
+    if looked.held.is_some() || !(looked.is_bare || looked.is_hidden) || !has_ended(directory) {
         return looked;
     }
     let threads = std::fs::read_dir(directory.join("task")).into_iter().flatten().flatten();
@@ -57,15 +62,15 @@ pub(super) fn look_at(directory: &Path, segments: &Segments) -> Looked {
 
 fn look_into(directory: &Path, segments: &Segments) -> Looked {
     let mut looked =
-        Looked { uses: Uses::default(), is_hidden: false, directory: directory.to_owned(), is_bare: false };
+        Looked { held: Held::default(), is_hidden: false, directory: directory.to_owned(), is_bare: false };
     match descriptors(&directory.join("fd"), segments) {
-        Ok(count) => looked.uses.descriptors = count,
+        Ok(count) => looked.held.descriptors = count,
         Err(error) => looked.is_hidden |= !is_end(&error),
     }
     match std::fs::read(directory.join("maps")) {
         Ok(text) => {
             looked.is_bare = text.is_empty();
-            looked.uses.mapped_bytes = maps::mapped_bytes(&text, segments);
+            looked.held.mapped_bytes = maps::mapped_bytes(&text, segments);
         }
         Err(error) if is_end(&error) => looked.is_bare = true,
         Err(_) => looked.is_hidden = true,
@@ -113,9 +118,7 @@ fn is_end(error: &io::Error) -> bool {
 /// Whether a process or thread runs no more, though nobody may have waited for it yet.
 fn has_ended(directory: &Path) -> bool {
     let Ok(stat) = std::fs::read(directory.join("stat")) else { return true };
-    // The state stands behind the name in parentheses, which may have parentheses, too.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
-    matches!(state, None | Some(b'Z' | b'X'))
+    matches!(state_in(&stat), None | Some(b'Z' | b'X'))
 }
 
 /// The command line of a process, its parts separated by blanks, cut where it is long; the name of a process
@@ -142,9 +145,30 @@ pub fn command_of(pid: i32) -> String {
     text
 }
 
+/// Processes by number and [`command_of`] in a message, as many as fit a line.
+pub fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
+    let count = processes.len();
+    let in_words = |(pid, command)| match command {
+        "" => format!("process {pid}"),
+        command => format!("process {pid} {}", shown(command)),
+    };
+    let mut named: Vec<String> = processes.take(NAMED_MAX).map(in_words).collect();
+    if count > NAMED_MAX {
+        named.push(format!("{} more", count - NAMED_MAX));
+    }
+    named.join(", ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processes_are_named_up_to_a_limit() {
+        assert_eq!(named([(7, "sleep 600\n"), (8, "")].into_iter()), "process 7 'sleep 600\\n', process 8");
+        let many: Vec<(i32, &str)> = (1..=8).map(|pid| (pid, "engine")).collect();
+        assert!(named(many.into_iter()).ends_with("process 5 engine, 3 more"));
+    }
 
     #[test]
     fn commands_are_read_from_the_process() {
@@ -156,7 +180,7 @@ mod tests {
     #[test]
     fn a_process_that_is_gone_has_nothing_and_hides_nothing() {
         let looked = look_at(Path::new("/proc/4294967295"), &Segments::default());
-        assert_eq!((looked.uses, looked.is_hidden), (Uses::default(), false));
+        assert_eq!((looked.held, looked.is_hidden), (Held::default(), false));
         let mut child = std::process::Command::new("true").spawn().expect("spawned");
         let directory = PathBuf::from(format!("/proc/{}", child.id()));
         while !has_ended(&directory) {

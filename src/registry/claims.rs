@@ -120,6 +120,7 @@ impl Claims {
     fn lock_within(&self, patience: Duration) -> Result<Group<'_>> {
         let deadline = Instant::now() + patience;
         loop {
+            self.check_own_directory()?;
             match Lock::try_exclusive(&self.lock_file()) {
                 Ok(Some(lock)) => return Ok(Group::new(self, lock)),
                 // The last holder of a claim removed the directory just now.
@@ -134,6 +135,13 @@ impl Claims {
             }
             std::thread::sleep(PAUSE);
         }
+    }
+
+    /// In the root of a directory of its own everybody may make names: what is there now need not be what was there
+    /// before.
+    fn check_own_directory(&self) -> Result<()> {
+        let Some(root) = self.directory.parent().filter(|_| self.owns_directory) else { return Ok(()) };
+        check_user_directory(root, &self.directory).map(drop).map_err(|why| Error::new(Kind::Failed, why))
     }
 
     fn kept_locked(&self, patience: Duration) -> Error {

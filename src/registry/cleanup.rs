@@ -16,9 +16,8 @@ use super::{Claims, Lock, Paths, Record, claims};
 use crate::error::{Error, Kind, Result, shown};
 
 /// Removes what a daemon that ended without an orderly end left in files beside its registration: socket, pid
-/// file, half-written files, and what it had of the quota and of promised memory. The view comes before that and is
-/// `view`'s to remove, the registration
-/// last ([`clean_up_registration`]); the lock file stays for its holder.
+/// file, half-written files, and what it had of the quota and of promised memory. The view comes before that and
+/// is `view`'s to remove, the registration last ([`clean_up_registration`]); the lock file stays for its holder.
 ///
 /// `held` is the name's lock, held by the caller. `record` is what was registered, where it can be read.
 /// Returns a line for each thing removed and each left alone.

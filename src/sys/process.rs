@@ -163,9 +163,14 @@ fn mark_closed_descriptors(flags: i32) {
 /// also where it cannot be seen.
 pub fn is_stopped(pid: i32) -> bool {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+    matches!(state_in(&stat), Some(b'T' | b't'))
+}
+
+/// The letter of the state in the `stat` of a process or thread.
+pub fn state_in(stat: &[u8]) -> Option<u8> {
     // The name in parentheses may hold anything.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
-    matches!(state, Some(b'T' | b't'))
+    let end_of_name = stat.iter().rposition(|byte| *byte == b')')?;
+    stat.get(end_of_name + 2).copied()
 }
 
 /// Has all threads share one heap from now on, where the C library would else set 64 MiB of address space aside for

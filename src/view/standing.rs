@@ -13,6 +13,7 @@ use super::spot::Spot;
 use super::tree::{DEPTH_MAX, for_each_entry, read_link};
 use crate::error::{Result, shown};
 use crate::registry::dir::{self, Inode};
+use crate::sys::process::state_in;
 
 /// How many links are followed to see whether a view lives.
 const SAMPLES_MAX: usize = 16;
@@ -161,9 +162,7 @@ fn may_be_alive(link: &OsStr, pid: u32) -> bool {
 /// Whether the process of this `stat` has ended, and only its number is kept until its parent asks for it,
 /// which in a container may be never. It has no descriptors, but whoever is not root is refused a look.
 fn has_ended(stat: &[u8]) -> bool {
-    // The name in parentheses may hold anything.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
-    matches!(state, Some(b'Z' | b'X'))
+    matches!(state_in(stat), Some(b'Z' | b'X'))
 }
 
 /// `target` is what the descriptor leads to, `owner` the user of the process where it lives.

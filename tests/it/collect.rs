@@ -89,7 +89,7 @@ fn what_is_in_use_stays_and_says_why() {
     command.arg("601").stdin(File::open(sandbox.path("base/views/b/config.json")).unwrap());
     let read = Job::spawn(command);
     let check = |fates: &[(String, String)]| {
-        let pid = |job: &Job| format!("pid {} (sleep 60", job.pid().as_raw_nonzero());
+        let pid = |job: &Job| format!("process {} 'sleep 60", job.pid().as_raw_nonzero());
         assert_eq!((fates[0].0.as_str(), fates[1].0.as_str()), ("keep", "keep"), "{fates:?}");
         assert!(fates[0].1.contains("leased by") && fates[0].1.contains(&pid(&leased)), "{fates:?}");
         assert!(fates[1].1.contains("without a lease"), "{fates:?}");

@@ -88,7 +88,7 @@ fn an_open_file_keeps_the_cache_like_a_lease() {
         let mut stop = stop.stderr(Stdio::piped()).spawn().unwrap();
         let mut told = BufReader::new(stop.stderr.take().unwrap()).lines();
         let waits = told.next().unwrap().unwrap();
-        assert!(waits.contains("waiting for pid") && waits.contains(&number(&first)), "{waits}");
+        assert!(waits.contains("waiting for process") && waits.contains(&number(&first)), "{waits}");
         drop(first);
         until("one reader", || readers(&sandbox).len() == 1);
         assert!(stop.try_wait().unwrap().is_none());
@@ -123,7 +123,7 @@ fn a_copied_map_is_shown_and_survives_a_stop_by_force() {
         sandbox.ask("stop", &[]).expect_refusal(5, &number(&job));
         let stopped = sandbox.ask("stop", &["--force"]).expect(0);
         assert!(stopped.stderr.contains("its memory stays with"), "{stopped:?}");
-        assert!(stopped.stderr.contains(&format!("pid {}", number(&job))), "{stopped:?}");
+        assert!(stopped.stderr.contains(&format!("process {}", number(&job))), "{stopped:?}");
         assert!(!job.is_over(), "the reader is left alone");
         drop(job);
         sandbox.nothing_left();
@@ -276,7 +276,7 @@ fn an_ordinary_user_is_told_what_cannot_be_looked_into() {
         until("a process that can't be looked into", is_opaque);
         assert_eq!(look()["readers"], serde_json::json!([]));
         let stopped = town.iloader(&user, &["stop", "n"]).expect(0);
-        let (named, why) = (format!("pid {pid}"), "cannot be looked into");
+        let (named, why) = (format!("process {pid}"), "cannot be looked into");
         assert!(stopped.stderr.contains(&named) && stopped.stderr.contains(why), "{stopped:?}");
         drop(opaque);
         user.assert_nothing_runs();

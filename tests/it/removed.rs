@@ -109,7 +109,7 @@ fn a_base_on_a_tmpfs_is_watched_as_any() {
     std::fs::remove_file(base.path().join("run").join(format!("{}.lock", sandbox.name()))).unwrap();
     // It is told at once, by whom it can still be asked.
     let status = sandbox.iloader(&["status", "--socket", socket.to_str().unwrap()]).expect(0);
-    assert!(status.stdout.contains("it ends when no lease is left"), "{status:#?}");
+    assert!(status.stdout.contains("it ends when nobody reads it any more"), "{status:#?}");
     until("the end of the daemon", || sandbox.holders().is_empty());
     until("the end of its socket", || !socket.exists());
     assert!(!base.path().join("views").join(sandbox.name()).exists());

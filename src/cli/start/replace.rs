@@ -13,7 +13,7 @@ use super::super::target::Target;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{LOOK_MAX, State, Status};
-use crate::daemon::admission;
+use crate::daemon::admission::{self, Leaving};
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry;
 use crate::view::{self, Standing};
@@ -42,8 +42,9 @@ pub(super) fn stop_other(wanted: &Wanted, client: Client, status: &Status) -> Re
 /// What can be known before: that there will be room, that the files can be read, and that view, socket, pid file
 /// and log find their places.
 fn check_successor(wanted: &Wanted, old: &Status) -> Result<()> {
-    let freed = if old.state == State::Ready { old.allocated_bytes } else { old.progress.bytes_done };
-    admission::rehearse(&wanted.config, &wanted.selection, freed)?;
+    let filled_bytes = if old.state == State::Ready { old.allocated_bytes } else { old.progress.bytes_done };
+    let leaving = Leaving { pid: old.pid.cast_unsigned(), filled_bytes };
+    admission::rehearse(&wanted.config, &wanted.selection, leaving)?;
     for file in wanted.selection.files.iter().filter(|file| !file.passthrough) {
         File::open(&file.real).map_err(|cause| Error::io("read", &file.real, &cause))?;
     }

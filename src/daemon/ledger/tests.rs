@@ -218,6 +218,22 @@ fn a_commit_that_cannot_be_written_changes_nothing() {
     assert!(share.commit().is_err());
     std::fs::remove_dir(ledger.claims.kept_file()).unwrap();
     assert_eq!(ledger.usage().unwrap(), Usage { quota_bytes: None, used_bytes: 5 });
+    assert_eq!(ledger.reserve("m", 46, None).unwrap_err().kind(), Kind::NoRoom, "it binds others as before");
     share.commit().unwrap();
     assert_eq!(ledger.usage().unwrap(), Usage { quota_bytes: Some(50), used_bytes: 5 });
+}
+
+#[test]
+fn a_rehearsal_leaves_out_one_cache_and_not_its_namesake() {
+    let home = tempfile::tempdir().unwrap();
+    let ledger = Ledger::of_group(home.path());
+    ledger.set(10).unwrap();
+    let (_share, _) = ledger.reserve("n", 6, None).unwrap();
+    let own = std::process::id();
+    ledger.rehearse(("n", own), 10, None).unwrap();
+    assert_eq!(ledger.rehearse(("n", own), 11, None).unwrap_err().kind(), Kind::NoRoom);
+    for leaving in [("n", own + 1), ("another", own)] {
+        assert_eq!(ledger.rehearse(leaving, 5, None).unwrap_err().kind(), Kind::NoRoom);
+        ledger.rehearse(leaving, 4, None).unwrap();
+    }
 }

@@ -23,8 +23,8 @@ impl Server {
         }
     }
 
-    /// Whether the view's directory goes with such a cache: the user wanted all that stands in BASE gone, while a
-    /// directory at another place is his own.
+    /// Whether the view's directory goes with the cache however it ends: who removed BASE wanted all that stands in it
+    /// gone, while a directory at another place is his own.
     pub(super) fn is_view_unwanted(&self) -> bool {
         self.removed.is_some() && Path::new(&self.config.view).starts_with(&self.config.base)
     }
@@ -32,7 +32,8 @@ impl Server {
     /// Who removes BASE wants its caches gone. One that is ready ends when its readers have, after a moment; a
     /// load is given up, because its view would make BASE anew.
     pub(super) fn notice_removal(&mut self) {
-        if self.removed.is_some() || !self.registered.is_removed() {
+        // Asked first, because asking acknowledges what woke the daemon.
+        if !self.registered.is_removed() || self.removed.is_some() {
             return;
         }
         self.removed = Some(Instant::now());
@@ -40,7 +41,7 @@ impl Server {
         match self.phase {
             Phase::Loading => {
                 let what = format!("{base} was removed while '{}' was loaded", self.config.name);
-                self.fail(Error::new(Kind::Failed, what).hint("start it again"));
+                self.load.give_up(Error::new(Kind::Failed, what).hint("start it again"));
             }
             Phase::Ready(_) => {
                 self.log.line(format_args!("{base} was removed: it ends when nobody reads it any more"))

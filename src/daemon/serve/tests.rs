@@ -12,12 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::*;
+use crate::budget::limits;
 use crate::control::client::Client;
 use crate::control::frame;
-use crate::control::message::Request;
+use crate::control::message::{Request, State, Status};
 use crate::daemon::config::{Limits, Tuning};
 use crate::daemon::listener::CONNECTIONS_MAX;
-use crate::daemon::load::{LoadControl, PublishedFile};
+use crate::daemon::load::{LoadControl, LoadReport, Published, PublishedFile};
 use crate::manifest::{FileEntry, Manifest, SelectionRules};
 use crate::readers::{self, Detail, Memory, Reader, Seen};
 use crate::registry::{BaseDir, Lock, Paths, Record};
@@ -615,6 +616,35 @@ fn a_removed_base_is_noticed_and_another_daemons_files_stay() {
     sandbox.ended().expect("an orderly end");
     assert_eq!(sandbox.left().into_iter().collect::<Vec<_>>(), ["n.json"]);
     assert!(!sandbox.paths.socket.exists());
+    assert!(sandbox.happened().contains(&"withdrawn, remove true".to_owned()), "{:?}", sandbox.happened());
+}
+
+#[test]
+fn a_load_whose_base_is_removed_gives_its_memory_back_before_anybody_hears_of_it() {
+    for finishes in [false, true] {
+        let mut sandbox = Sandbox::with(1, |config| {
+            config.socket = config.socket.replace("/run/n.sock", "/views/elsewhere.sock");
+        });
+        sandbox.paths.socket = sandbox.home.path().join("views/elsewhere.sock");
+        let mut waiting = sandbox.client();
+        waiting.send(Operation::Wait { progress: true }).expect("sent");
+        assert!(matches!(waiting.next(soon()).expect("an answer"), Reply::Progress(_)));
+        std::fs::remove_dir_all(sandbox.home.path().join("run")).expect("removed");
+        if finishes {
+            sandbox.tell(Step::Finish);
+        }
+        let refused = loop {
+            match waiting.next(soon()).expect("an answer") {
+                Reply::Progress(_) => {}
+                Reply::Error(error) => break error,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert!(refused.message.contains("was removed while 'n' was loaded"), "{refused:?}");
+        assert_eq!(sandbox.happened(), ["released with the socket"]);
+        assert!(sandbox.ended().expect_err("a failure").message().contains("was removed while"));
+        assert!(!sandbox.home.path().join("run").exists());
+    }
 }
 
 // Readers without a lease, as a look finds them.

@@ -19,11 +19,8 @@ use crate::control::message::{LOOK_MAX, LeaseInfo, ReaderInfo, Readers, Reply};
 use crate::daemon::leases::ConnectionId;
 use crate::daemon::listener::Listener;
 use crate::daemon::looks::{Find, Look, Looker};
-use crate::error::{Error, Kind, Result, shown};
-use crate::readers::{Detail, Reader, Seen, Segments};
-
-/// An error names no more leases or readers than this.
-const NAMED_MAX: usize = 5;
+use crate::error::{Error, Kind, Result};
+use crate::readers::{Detail, Reader, Seen, Segments, named};
 
 /// How long a stop by force waits for a look that only tells who holds the memory.
 const FORCED_LOOK_MAX: Duration = Duration::from_secs(3);
@@ -304,10 +301,9 @@ impl Server {
         let is_free = self.leases.count() == 0 && seen.readers.is_empty();
         let is_forced = due.iter().any(|stop| stop.force);
         if is_forced || (is_free && (is_evicting || !due.is_empty())) {
-            let mut remove_view = due.iter().any(|stop| stop.remove_view);
+            let remove_view = due.iter().any(|stop| stop.remove_view);
             if due.is_empty() {
                 self.log.line(self.why_evicted());
-                remove_view = self.is_view_unwanted();
             } else {
                 let asking = self.listener.pid(due[0].from);
                 let (leases, readers) = (self.leases.count(), seen.readers.len());
@@ -462,14 +458,4 @@ impl Server {
             "a process may hang in the kernel (state D in ps); --force stops the cache without that look",
         )
     }
-}
-
-fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
-    let count = processes.len();
-    let mut named: Vec<String> =
-        processes.take(NAMED_MAX).map(|(pid, command)| format!("process {pid} {}", shown(command))).collect();
-    if count > NAMED_MAX {
-        named.push(format!("{} more", count - NAMED_MAX));
-    }
-    named.join(", ")
 }

@@ -218,6 +218,23 @@ fn a_directory_of_its_own_comes_and_goes_under_many_hands() {
 }
 
 #[test]
+fn a_directory_that_somebody_else_made_meanwhile_is_not_used() {
+    let root = tempfile::tempdir().unwrap();
+    let run = root.path().join("run");
+    std::fs::create_dir(&run).unwrap();
+    let (claims, why) = Claims::of_promises_under(root.path(), &run);
+    assert_eq!(why, None);
+    let claim = claims.lock().unwrap().add(&terms("a", 1)).unwrap();
+    let directory = user_directory(root.path());
+    std::fs::remove_dir_all(&directory).unwrap();
+    symlink(&run, &directory).unwrap();
+    let refused = claims.lock().unwrap_err();
+    assert!(refused.message().contains("is not a directory"), "{refused}");
+    drop(claim);
+    assert_eq!(names(&run), [""; 0]);
+}
+
+#[test]
 fn an_unsafe_directory_is_passed_over_with_a_reason() {
     let root = tempfile::tempdir().unwrap();
     let run = root.path().join("run");
