@@ -78,8 +78,10 @@ struct Cache {
     target: Target,
     name: String,
     state: &'static str,
-    bytes: u64,
-    idle_seconds: f64,
+    /// `None` where its daemon does not tell.
+    bytes: Option<u64>,
+    /// The same.
+    idle_seconds: Option<f64>,
     fate: Fate,
 }
 
@@ -121,8 +123,8 @@ fn cache(target: Target, snapshot: &Snapshot) -> Cache {
         target,
         name: snapshot.name().to_owned(),
         state: snapshot.state_name(),
-        bytes: status.map_or(0, loading),
-        idle_seconds: status.map_or(0.0, |status| status.idle_seconds),
+        bytes: status.map(loading),
+        idle_seconds: status.map(|status| status.idle_seconds),
         fate: kept.map_or(Fate::Open, Fate::Kept),
     }
 }
@@ -166,8 +168,8 @@ fn collect(caches: &mut [Cache], args: &GcArgs) -> (u64, Option<Error>) {
 fn candidate(cache: &Cache) -> Candidate {
     Candidate {
         name: cache.name.clone(),
-        bytes: if matches!(cache.fate, Fate::Gone(_)) { 0 } else { cache.bytes },
-        idle: Duration::try_from_secs_f64(cache.idle_seconds).unwrap_or_default(),
+        bytes: if matches!(cache.fate, Fate::Gone(_)) { 0 } else { cache.bytes.unwrap_or(0) },
+        idle: Duration::try_from_secs_f64(cache.idle_seconds.unwrap_or(0.0)).unwrap_or_default(),
         is_kept: !matches!(cache.fate, Fate::Open),
     }
 }
@@ -188,7 +190,7 @@ fn dispose(cache: &Cache, apply: bool) -> Result<Option<String>> {
     match client.request(Operation::Status {})? {
         Reply::Status(status) if !status.leases.is_empty() => return Ok(leased_by(&status)),
         // Leased and let go of since it was listed: what was the least recently used is that no more.
-        Reply::Status(status) if status.idle_seconds < cache.idle_seconds => {
+        Reply::Status(status) if Some(status.idle_seconds) < cache.idle_seconds => {
             return Ok(Some("it was used a moment ago".to_owned()));
         }
         Reply::Status(_) => {}
@@ -276,6 +278,11 @@ fn print(
         let (after, most) = (ByteSize(after), most);
         output::note(&format!("what stays takes {after}, more than {most}: it is in use, or out of reach"));
     }
+    let untold: Vec<&str> =
+        caches.iter().filter(|cache| cache.bytes.is_none()).map(|cache| cache.name.as_str()).collect();
+    if !untold.is_empty() {
+        output::note(&format!("what these take is not known and not counted: {}", untold.join(", ")));
+    }
     let has_work = !leftovers.is_empty() || caches.iter().any(|cache| matches!(cache.fate, Fate::Gone(_)));
     match (has_work, args.apply) {
         (false, _) => output::note("there is nothing to collect"),
@@ -316,7 +323,8 @@ fn table(args: &GcArgs, caches: &[Cache], leftovers: &[Leftover]) -> String {
             "stop" => "would be stopped",
             _ => "stays",
         };
-        let (size, idle) = (ByteSize(cache.bytes).to_string(), output::seconds(cache.idle_seconds));
+        let size = cache.bytes.map_or("-".to_owned(), |bytes| ByteSize(bytes).to_string());
+        let idle = cache.idle_seconds.map_or("-".to_owned(), output::seconds);
         table.row([name, &size, &idle, what, reason.unwrap_or("")]);
     }
     for leftover in leftovers {

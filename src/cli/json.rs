@@ -94,7 +94,7 @@ pub(super) struct CollectAnswer<'a> {
     pub(super) applied: bool,
     pub(super) caches: Vec<Collected<'a>>,
     pub(super) leftovers: &'a [Leftover],
-    /// Memory of all the caches before.
+    /// Memory of all the caches before, as far as it is known.
     pub(super) allocated_bytes: u64,
     /// The same of those that stay.
     pub(super) remaining_bytes: u64,
@@ -105,8 +105,10 @@ pub(super) struct CollectAnswer<'a> {
 pub(super) struct Collected<'a> {
     pub(super) name: &'a str,
     pub(super) state: &'a str,
-    pub(super) allocated_bytes: u64,
-    pub(super) idle_seconds: f64,
+    /// Null where its daemon does not tell.
+    pub(super) allocated_bytes: Option<u64>,
+    /// The same.
+    pub(super) idle_seconds: Option<f64>,
     /// `stop` or `keep`.
     pub(super) action: &'a str,
     /// Why it goes, or why it may not; null where nothing wants it to go.

@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -193,6 +194,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 pub(super) struct Load {
     control: Arc<LoadControl>,
+    began: Instant,
 }
 
 impl Load {
@@ -226,13 +228,14 @@ impl Load {
             .name("load".to_owned())
             .spawn(run)
             .map_err(|error| Error::spawning("start the loading thread", &error))?;
-        Ok(Load { control })
+        Ok(Load { control, began: Instant::now() })
     }
 
-    /// How far it is.
+    /// How far it is, and for how long it has been under way: what is reported may be old where it is slow.
     pub(super) fn progress(&self) -> Progress {
         self.control.unseen.store(false, Ordering::Release);
-        *locked(&self.control.progress)
+        let reported = *locked(&self.control.progress);
+        Progress { seconds: self.began.elapsed().as_secs_f64().max(reported.seconds), ..reported }
     }
 
     /// Why it ends by itself, from when it knows that on.

@@ -110,7 +110,7 @@ pub struct Vessel {
 
 /// Who watches a load. Called by several workers at once, and often: it must be quick.
 pub trait Watch: Sync {
-    /// So many more bytes are in place.
+    /// So many more bytes were read.
     fn advanced(&self, bytes: u64);
     /// One more file is in place.
     fn finished_file(&self);

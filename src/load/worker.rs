@@ -391,6 +391,7 @@ impl Worker<'_> {
             None => window,
         };
         self.count(part.method, part.bytes);
+        self.shared.watch.advanced(part.bytes);
         let active = self.active[slot].as_mut().expect("a part belongs to an active chunk");
         // What is read into a buffer takes its memory when it is written from there.
         if active.collapse {
@@ -419,7 +420,6 @@ impl Worker<'_> {
         if !collapse {
             self.shared.watch.took(allocated);
         }
-        self.shared.watch.advanced(chunk.bytes);
         if self.shared.schedule.chunk_done(chunk.source) {
             source.forget_all();
             self.shared.watch.finished_file();

@@ -123,6 +123,11 @@ fn a_load_and_a_daemon_that_hangs_stay() {
         assert!(fates[0].1.contains(why), "{fates:?}");
     };
     stays(fates(&sandbox, &["--ttl", "0"]), "out of reach");
+    let told = gc(&sandbox, &["--ttl", "0", "--json"]).expect(0);
+    assert_eq!(told.json()["caches"][0]["allocated_bytes"], serde_json::Value::Null, "{told:?}");
+    assert!(told.stderr.is_empty(), "{told:?}");
+    let told = gc(&sandbox, &["--ttl", "0"]).expect(0);
+    assert!(told.stderr.contains("is not known and not counted: "), "{told:?}");
     drop(frozen);
     let now = fates(&sandbox, &["--ttl", "0", "--apply"]);
     if now[0].1.contains("loading") {

@@ -116,7 +116,13 @@ pub(super) fn note_other_tuning(wanted: &Wanted, status: &Status) {
         })
         .collect();
     if !differ.is_empty() {
-        output::note(&format!("'{}' is loaded already, with {}", wanted.config.name, differ.join(", ")));
+        let (name, differ) = (&wanted.config.name, differ.join(", "));
+        output::note(&match status.state {
+            State::Loading => {
+                format!("'{name}' is being loaded, with {differ}; 'iloader stop {name}' ends that")
+            }
+            _ => format!("'{name}' is loaded already, with {differ}"),
+        });
     }
 }
 
