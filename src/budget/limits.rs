@@ -209,7 +209,7 @@ fn stack_fits(limit: Limit) -> Result<()> {
 const MAPPINGS_OWN: u64 = 1024;
 
 /// Whether `bytes`, in so many `segments`, can be locked in memory, raising the soft limit if need be. Call it
-/// after [`check_address_space`], which has a clearer word for its own limit.
+/// after [`check_memory`], which has a clearer word for its own limit.
 ///
 /// # Errors
 ///
