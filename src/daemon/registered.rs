@@ -36,10 +36,10 @@ impl Registered {
         log: &Log,
     ) -> Result<(Registered, Listener)> {
         let base = BaseDir::prepared(PathBuf::from(&config.base));
-        let name = config.name.parse()?;
+        let paths = base.paths(&config.name.parse()?);
         let registered = Registered {
             record: record_of(config, rustix::process::getpid().as_raw_nonzero().get()),
-            record_path: base.paths(&name).record,
+            record_path: paths.record.clone(),
             removal: lock.watch_removal().map_err(|error| log.line(error.message())).ok(),
             _hold: base.hold().map_err(|error| log.line(error.message())).ok(),
             lock,
@@ -53,10 +53,11 @@ impl Registered {
             }
         };
         crash::point("socket-bound");
-        let written = registry::write_pid_file(Path::new(&registered.record.pid_file), registered.record.pid)
-            .and_then(|()| {
+        let record = &registered.record;
+        let written =
+            registry::write_pid_file(Path::new(&record.pid_file), record.pid, &paths).and_then(|()| {
                 crash::point("pid-file-written");
-                registered.record.write(&registered.record_path)
+                record.write(&registered.record_path)
             });
         match written {
             Ok(()) => {
