@@ -3,6 +3,7 @@
 mod follow;
 mod notes;
 mod options;
+mod places;
 mod replace;
 mod running;
 mod wanted;

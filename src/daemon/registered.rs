@@ -54,12 +54,14 @@ impl Registered {
         };
         crash::point("socket-bound");
         let record = &registered.record;
-        let written =
-            registry::write_pid_file(Path::new(&record.pid_file), record.pid, &paths).and_then(|()| {
-                crash::point("pid-file-written");
-                record.write(&registered.record_path)
-            });
-        match written {
+        if let Err(error) = registry::write_pid_file(Path::new(&record.pid_file), record.pid, &paths) {
+            // What is there is not ours, and an empty file would be taken for it.
+            note(log, listener.stop_listening());
+            registered.release(log);
+            return Err(error);
+        }
+        crash::point("pid-file-written");
+        match record.write(&registered.record_path) {
             Ok(()) => {
                 crash::point("registered");
                 Ok((registered, listener))

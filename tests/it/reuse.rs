@@ -187,6 +187,64 @@ fn a_cache_stays_where_a_place_of_its_successor_cannot_be_had() {
 }
 
 #[test]
+fn a_cache_takes_no_file_of_another_one() {
+    let sandbox = Sandbox::new();
+    let model = sandbox.model();
+    let model = model.to_str().unwrap();
+    let scratch = sandbox.path("scratch");
+    fs::create_dir(&scratch).unwrap();
+    let at = |leaf: &str| scratch.join(leaf).to_str().unwrap().to_owned();
+    let its_pid_file = at("b.pid");
+    sandbox.iloader(&["start", model, "--name", "b"]).expect(0);
+    sandbox.iloader(&["start", model, "--name", "far", "--pid-file", &its_pid_file]).expect(0);
+    let run = sandbox.path("base/run");
+    std::os::unix::fs::symlink(run.join("b.pid"), scratch.join("link")).unwrap();
+    std::os::unix::fs::symlink(sandbox.path("base"), scratch.join("base")).unwrap();
+    fs::write(at("empty"), "").unwrap();
+    let contents = || {
+        let files = entries(&run).into_iter().filter(|file| !file.ends_with(".sock"));
+        files.map(|file| (fs::read(run.join(&file)).unwrap(), file)).collect::<Vec<_>>()
+    };
+    let before = contents();
+    let file = |leaf: &str| run.join(leaf).to_str().unwrap().to_owned();
+    let mut tries = vec![
+        (2, "--pid-file", its_pid_file.clone()),
+        (2, "--log-file", its_pid_file.clone()),
+        (2, "--log-file", at("link")),
+        (2, "--pid-file", at("base/run/b.pid")),
+        (1, "--pid-file", at("empty")),
+    ];
+    for option in ["--pid-file", "--log-file", "--socket", "--view"] {
+        for leaf in ["b.lock", "b.pid", "b.json", "b.sock", "new.pid", ".hidden"] {
+            tries.push((2, option, file(leaf)));
+        }
+    }
+    for (code, option, place) in tries {
+        let refused = sandbox.start(&[option, &place]).expect_refusal(code, &place);
+        assert!(code != 2 || refused.stderr.contains(option), "{refused:?}");
+    }
+    let both = at("both");
+    sandbox.start(&["--pid-file", &both, "--log-file", &both]).expect_refusal(2, "--log-file");
+    assert_eq!(contents(), before);
+    assert_eq!(entries(&scratch), ["b.pid", "base", "empty", "link"]);
+    for name in ["b", "far"] {
+        assert_eq!(sandbox.iloader(&["status", name, "--json"]).expect(0).json()["state"], "ready");
+    }
+    // Its own default places may be named, and an empty file at one of them is what a power failure left.
+    fs::write(sandbox.run_file("pid"), "").unwrap();
+    let own = [("--pid-file", "pid"), ("--socket", "sock")].map(|(option, extension)| {
+        [option.to_owned(), sandbox.run_file(extension).to_str().unwrap().to_owned()]
+    });
+    let own: Vec<&str> = own.iter().flatten().map(String::as_str).collect();
+    sandbox.start(&own).expect(0);
+    // The place of a cache that is gone may be had.
+    sandbox.iloader(&["stop", "far"]).expect(0);
+    sandbox.start(&["--replace", "--pattern", "config.json", "--pid-file", &its_pid_file]).expect(0);
+    sandbox.iloader(&["stop", "--all"]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
 fn a_daemon_in_the_foreground_replaces_and_is_replaced() {
     let sandbox = Sandbox::new();
     sandbox.started(&[]);
