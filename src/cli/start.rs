@@ -3,6 +3,7 @@
 mod follow;
 mod notes;
 mod options;
+mod places;
 mod replace;
 mod running;
 mod wanted;
@@ -48,6 +49,7 @@ pub(crate) fn start(args: &StartArgs) -> Result<()> {
 fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Result<PathBuf> {
     // Before there is anything to cancel: from here on Ctrl-C is an event and not an end.
     let mut interrupt = Interrupt::watch()?;
+    let mut _log = None;
     loop {
         match running::look(wanted)? {
             Running::Same { mut client, status } => {
@@ -66,7 +68,8 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
             }
             Running::Busy => {}
             Running::Other { client, status, .. } if args.replace => {
-                replace::stop_other(wanted, client, &status)?;
+                _log =
+                    replace::stop_other(wanted, client, &status, Some(Path::new(&wanted.config.log_file)))?;
                 continue;
             }
             Running::Other { error, .. } => return Err(error),
@@ -158,6 +161,8 @@ fn clean_up(wanted: &Wanted, lock: Lock) -> Result<Lock> {
 
 fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
     let name = &wanted.config.name;
+    let log_file = args.log_file.as_ref().map(|_| Path::new(&wanted.config.log_file));
+    let mut _log = None;
     let already = |what: String| {
         Err(Error::new(Kind::InUse, what)
             .hint(format!("stop it first (iloader stop {name}), or choose another --name")))
@@ -167,14 +172,14 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
             return already(format!("'{name}' runs already, as process {}", status.pid));
         }
         Running::Other { client, status, .. } if args.replace => {
-            replace::stop_other(wanted, client, &status)?
+            _log = replace::stop_other(wanted, client, &status, log_file)?;
         }
         Running::Other { error, .. } => return Err(error),
         Running::Busy | Running::Nothing => {}
     }
     // Before the lock is taken, whose file would stay where the log can't be had.
-    let log = match &args.log_file {
-        Some(_) => Log::new(spawn::open_log(Path::new(&wanted.config.log_file))?),
+    let log = match log_file {
+        Some(path) => Log::new(spawn::open_log(path)?),
         None => Log::standard_error()?,
     };
     let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? else {

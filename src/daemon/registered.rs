@@ -36,10 +36,10 @@ impl Registered {
         log: &Log,
     ) -> Result<(Registered, Listener)> {
         let base = BaseDir::prepared(PathBuf::from(&config.base));
-        let name = config.name.parse()?;
+        let paths = base.paths(&config.name.parse()?);
         let registered = Registered {
             record: record_of(config, rustix::process::getpid().as_raw_nonzero().get()),
-            record_path: base.paths(&name).record,
+            record_path: paths.record.clone(),
             removal: lock.watch_removal().map_err(|error| log.line(error.message())).ok(),
             _hold: base.hold().map_err(|error| log.line(error.message())).ok(),
             lock,
@@ -53,12 +53,15 @@ impl Registered {
             }
         };
         crash::point("socket-bound");
-        let written = registry::write_pid_file(Path::new(&registered.record.pid_file), registered.record.pid)
-            .and_then(|()| {
-                crash::point("pid-file-written");
-                registered.record.write(&registered.record_path)
-            });
-        match written {
+        let record = &registered.record;
+        if let Err(error) = registry::write_pid_file(Path::new(&record.pid_file), record.pid, &paths) {
+            // What is there is not ours, and an empty file would be taken for it.
+            note(log, listener.stop_listening());
+            registered.release(log);
+            return Err(error);
+        }
+        crash::point("pid-file-written");
+        match record.write(&registered.record_path) {
             Ok(()) => {
                 crash::point("registered");
                 Ok((registered, listener))

@@ -87,13 +87,13 @@ fn connect_without_waiting(path: &Path) -> rustix::io::Result<()> {
     connect(socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &address)
 }
 
-/// Writes `pid` and a line end to the pid file at `path`, mode 0600, as a whole.
+/// Writes `pid` and a line end to the pid file at `path`, mode 0600, as a whole. `paths` are the cache's own places.
 ///
 /// # Errors
 ///
 /// Where there is something that is not a pid file, or the directory cannot be written.
-pub fn write_pid_file(path: &Path, pid: i32) -> Result<()> {
-    check_pid_file(path)?;
+pub fn write_pid_file(path: &Path, pid: i32, paths: &Paths) -> Result<()> {
+    check_pid_file(path, paths)?;
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(failed("write the pid file", path)(Errno::ISDIR));
     };
@@ -103,13 +103,23 @@ pub fn write_pid_file(path: &Path, pid: i32) -> Result<()> {
         .map_err(failed("write the pid file", path))
 }
 
-/// Refuses what is at the place of a pid file and is none.
+/// Refuses what is at the place of a pid file and is none. An empty one may be what a power failure left of a pid
+/// file, where nothing else has its place: at the default of the cache.
 ///
 /// # Errors
 ///
 /// As [`write_pid_file`], but for the directory.
-pub fn check_pid_file(path: &Path) -> Result<()> {
-    open_pid_file(path)?.map_or(Ok(()), |file| pid_in(file, path).map(drop))
+pub fn check_pid_file(path: &Path, paths: &Paths) -> Result<()> {
+    let Some(file) = open_pid_file(path)? else { return Ok(()) };
+    match pid_in(file, path)? {
+        None if path != paths.pid_file => Err(left_alone(path, "it is empty, which no pid file is")),
+        _ => Ok(()),
+    }
+}
+
+/// Whether there is what [`remove_pid_file`] would remove, whatever pid is in it.
+pub(super) fn is_pid_file(path: &Path) -> bool {
+    open_pid_file(path).is_ok_and(|file| file.is_some_and(|file| pid_in(file, path).is_ok()))
 }
 
 /// Removes the pid file at `path` where it holds `pid`, or any where `pid` is `None`; `false` where there is
@@ -243,7 +253,7 @@ mod tests {
         let record = record(&paths);
         record.write(&paths.record).unwrap();
         drop(UnixListener::bind(&paths.socket).unwrap());
-        write_pid_file(&paths.pid_file, record.pid).unwrap();
+        write_pid_file(&paths.pid_file, record.pid, &paths).unwrap();
         let run = home.path().join("run");
         std::fs::write(run.join(".n.json.0123456789abcdef.tmp"), "{").unwrap();
         std::fs::write(run.join(".n.pid.0123456789abcdef.tmp"), "42").unwrap();
@@ -287,20 +297,22 @@ mod tests {
     #[test]
     fn a_pid_file_is_told_from_other_files() {
         let (home, paths) = base();
-        write_pid_file(&paths.pid_file, 7).unwrap();
-        write_pid_file(&paths.pid_file, 8).unwrap();
+        write_pid_file(&paths.pid_file, 7, &paths).unwrap();
+        write_pid_file(&paths.pid_file, 8, &paths).unwrap();
         assert_eq!(std::fs::read_to_string(&paths.pid_file).unwrap(), "8\n");
         assert!(!remove_pid_file(&paths.pid_file, Some(7)).unwrap(), "another daemon's");
         assert!(remove_pid_file(&paths.pid_file, Some(8)).unwrap());
         let letter = home.path().join("letter.txt");
         std::fs::write(&letter, "dear all").unwrap();
-        assert!(write_pid_file(&letter, 7).unwrap_err().message().contains("not a pid"));
+        assert!(write_pid_file(&letter, 7, &paths).unwrap_err().message().contains("not a pid"));
         assert!(remove_pid_file(&letter, None).is_err());
         assert_eq!(std::fs::read(&letter).unwrap(), b"dear all");
         let link = home.path().join("link.pid");
         symlink(&letter, &link).unwrap();
-        assert!(write_pid_file(&link, 7).is_err());
-        std::fs::write(&letter, "").unwrap();
-        write_pid_file(&letter, 7).unwrap();
+        assert!(write_pid_file(&link, 7, &paths).is_err());
+        for (empty, is_taken) in [(&letter, false), (&paths.pid_file, true)] {
+            std::fs::write(empty, "").unwrap();
+            assert_eq!(write_pid_file(empty, 7, &paths).is_ok(), is_taken);
+        }
     }
 }

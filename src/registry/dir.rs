@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags, CWD, Mode, OFlags, Stat};
+use rustix::fs::{self, Access, AtFlags, CWD, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
 
@@ -140,6 +140,55 @@ fn write_new_file(directory: impl AsFd, name: &OsStr, bytes: &[u8]) -> rustix::i
     Ok(())
 }
 
+/// What [`try_making`] makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Made {
+    File,
+    Socket,
+    Directory,
+}
+
+/// Proves that something called `name` can be made in `directory` and removed, by doing so under a temporary name.
+/// Modes and access lists tell less: a directory may be immutable, or of a file system that makes no such things.
+///
+/// # Errors
+///
+/// The one that its making would meet.
+pub(crate) fn try_making(made: Made, directory: &Path, name: &OsStr) -> Result<()> {
+    let failed = failed("create a file in", directory);
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let parent = fs::open(directory, flags, Mode::empty()).map_err(&failed)?;
+    let suffix = if made == Made::Directory { "new" } else { "tmp" };
+    let name = temporary_name(name, suffix).map_err(&failed)?;
+    let name = name.as_slice();
+    let tried = match made {
+        Made::File => write_new_file(&parent, OsStr::from_bytes(name), &[]),
+        // The node alone, without a socket behind it, is what a file system may refuse.
+        Made::Socket => fs::mknodat(&parent, name, FileType::Socket, FILE_MODE, 0),
+        Made::Directory => fs::mkdirat(&parent, name, DIRECTORY_MODE),
+    };
+    tried.map_err(&failed)?;
+    let how = if made == Made::Directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+    match fs::unlinkat(&parent, name, how) {
+        // A clean-up took it for something that was left.
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(failed(errno)),
+    }
+}
+
+/// Refuses what cannot be replaced by a rename although its directory may be written: it is immutable.
+///
+/// # Errors
+///
+/// Where it is so. Nothing at the path is fine.
+pub(crate) fn check_mutable(path: &Path) -> Result<()> {
+    match fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS) {
+        // By its mode alone it would be EACCES, which hinders no rename.
+        Err(Errno::PERM) => Err(failed("replace", path)(Errno::PERM)),
+        _ => Ok(()),
+    }
+}
+
 /// A name beside `name` that nobody has: `.NAME.<random>.<suffix>`. A long NAME is cut, so that the
 /// result is a file name too.
 pub(crate) fn temporary_name(name: &OsStr, suffix: &str) -> rustix::io::Result<Vec<u8>> {
@@ -216,6 +265,21 @@ mod tests {
         std::fs::create_dir(home.path().join("d")).unwrap();
         assert!(replace_file(&directory, OsStr::new("d"), b"three").is_err());
         assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 2, "no temporary file is left");
+    }
+
+    #[test]
+    fn what_is_tried_leaves_nothing() {
+        let home = tempfile::tempdir().unwrap();
+        for made in [Made::File, Made::Socket, Made::Directory] {
+            try_making(made, home.path(), OsStr::new("n")).unwrap();
+            assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "{made:?}");
+            for place in [Path::new("/proc"), &home.path().join("missing")] {
+                let error = try_making(made, place, OsStr::new("n")).unwrap_err();
+                assert!(error.message().contains(place.to_str().unwrap()), "{error:?}");
+            }
+        }
+        check_mutable(home.path()).unwrap();
+        check_mutable(&home.path().join("missing")).unwrap();
     }
 
     #[test]

@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use super::cleanup::is_pid_file;
 use super::dir::{is_temporary_name, temporary_stem};
-use super::{BaseDir, Name, Paths, Record, check_pid_file, is_dead_socket};
+use super::{BaseDir, Name, Paths, Record, is_dead_socket};
 use crate::error::{Error, Result};
 
 /// Ends of names in BASE/run, each behind a cache's name.
@@ -53,7 +54,7 @@ pub fn left_files(paths: &Paths, record: Option<&Record>) -> Result<Vec<PathBuf>
     let mut left: Vec<PathBuf> = Vec::new();
     // One that somebody listens on is another cache's, started with --socket.
     left.extend(is_dead_socket(socket).is_ok_and(|is_dead| is_dead).then(|| socket.to_owned()));
-    left.extend((is_there(pid_file) && check_pid_file(pid_file).is_ok()).then(|| pid_file.to_owned()));
+    left.extend(is_pid_file(pid_file).then(|| pid_file.to_owned()));
     left.extend([&paths.record, &paths.lock].into_iter().filter(|path| is_there(path)).cloned());
     if let (Some(run), Some(name)) = (paths.record.parent(), paths.record.file_name()) {
         let files = entries(run)?;

@@ -26,7 +26,7 @@ use crate::source::DirectoryLink;
 use crate::sys::crash;
 
 pub use leftovers::left_by_crashed;
-pub use place::{check_outside, check_place};
+pub use place::{check_outside, check_place, resolve};
 use spot::{ATTEMPTS_MAX, NEW, OLD, Spot};
 pub use standing::{Standing, examine, process_of};
 use tree::{Ours, Planned};

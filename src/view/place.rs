@@ -61,7 +61,12 @@ fn any_ancestor_is(path: &Path, other: &Path) -> bool {
 
 /// The path that `option` names with its existing parents resolved through links. Its last part is not: a
 /// link there is never followed for a view.
-fn resolve(path: &Path, option: &str) -> Result<PathBuf> {
+///
+/// # Errors
+///
+/// [`Kind::Usage`] where it is no absolute path of a name, or goes up from what does not exist; others where a
+/// directory above it cannot be looked at.
+pub fn resolve(path: &Path, option: &str) -> Result<PathBuf> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         let error = format!("{option} {} does not end in a name", shown(path));
         return Err(Error::new(Kind::Usage, error).hint(format!("choose another {option}")));

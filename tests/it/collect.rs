@@ -1,6 +1,7 @@
 //! `gc --resident`: what goes, in which order, and what stays.
 
 use std::fs::{self, File};
+use std::path::Path;
 use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -153,7 +154,7 @@ fn what_dead_daemons_left_is_shown_and_goes() {
     fs::write(views.join("foreign/file"), "precious").unwrap();
     // A living cache whose things are called after nobody.
     let place = |leaf: &str| sandbox.path("base").join(leaf).to_str().unwrap().to_owned();
-    let (socket, pid_file) = (place("run/far.sock"), place("run/far.pid"));
+    let (socket, pid_file) = (place("far.sock"), place("far.pid"));
     start(&sandbox, "d", &["--socket", &socket, "--pid-file", &pid_file, "--view", &place("views/far")]);
     let before = (entries(&run), entries(&views));
     let left = |more: &[&str]| {
@@ -180,7 +181,7 @@ fn what_dead_daemons_left_is_shown_and_goes() {
     assert_eq!(left(&["--apply"]), ["a", "gone", "half"]);
     assert_eq!(left(&["--apply"]), [""; 0]);
     assert_eq!(names(&sandbox), ["b", "c", "d"]);
-    assert!(run.join("far.pid").exists() && run.join("far.sock").exists());
+    assert!(Path::new(&socket).exists() && Path::new(&pid_file).exists());
     assert_eq!(entries(&views), ["a", "b", "c", "far", "foreign"]);
     assert_eq!(entries(&views.join("a")), [""; 0], "its directory stays, emptied");
     assert_eq!(fs::read_to_string(views.join("foreign/file")).unwrap(), "precious");

@@ -129,6 +129,38 @@ fn what_is_promised_where_the_cgroups_above_are_hidden_counts_everywhere() {
 }
 
 #[test]
+fn what_a_replaced_cache_gives_back_counts_in_its_own_cgroup_alone() {
+    let sandbox = sandbox_of(160 * MIB);
+    let Some(above) = MemoryGroup::new(&sandbox) else { return };
+    let (Some(one), Some(other)) = (above.below("one"), above.below("other")) else { return };
+    let start = |group: &MemoryGroup, more: &[&str]| {
+        group.spawn(&sandbox.start_command(&[&ALL_OF_IT[..], more].concat())).wait()
+    };
+    // Of two such, one.
+    one.limit(260 * MIB);
+    start(&one, &[]).expect(0);
+    let daemon = sandbox.daemon();
+    // The old one's memory is charged elsewhere, and does not come free here.
+    other.limit(120 * MIB);
+    let replace = ["--replace", "--pattern", "model.safetensors"];
+    let refused = start(&other, &replace);
+    let whole = refused.stderr.clone();
+    refused.expect_refusal(6, &format!("'{}' is not replaced", sandbox.name()));
+    assert!(whole.contains("/other"), "{whole}");
+    assert_eq!((sandbox.daemon(), sandbox.status()["state"].clone()), (daemon, "ready".into()));
+    // In its own it does, and there is room for no other.
+    start(&one, &replace).expect(0);
+    assert_ne!(sandbox.daemon(), daemon);
+    // As there is elsewhere, where it fits beside it.
+    other.limit(260 * MIB);
+    start(&other, &["--replace"]).expect(0);
+    assert_eq!(other.processes(), [sandbox.daemon()]);
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
+    assert_eq!((one.oom_kills(), other.oom_kills()), (0, 0));
+}
+
+#[test]
 fn a_forced_load_that_does_not_fit_ends_before_the_oom_killer_acts() {
     let sandbox = sandbox_of(160 * MIB);
     let Some(group) = MemoryGroup::new(&sandbox) else { return };

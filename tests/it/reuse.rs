@@ -2,7 +2,10 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
+use rustix::fs::{CWD, FileType, Mode};
 use rustix::process::Signal;
 
 use crate::harness::{Job, MODEL, Sandbox, bytes_of, entries, skipped, until};
@@ -78,10 +81,16 @@ fn what_is_in_use_or_has_no_successor_is_not_replaced() {
     let other = ["--replace", "--pattern", "*.json"];
     let lease = sandbox.run(&["sleep", "600"]);
     until("a lease", || sandbox.status()["leases"][0]["command"] == "sleep 600");
-    sandbox.start(&other).expect_refusal(5, &lease.pid().as_raw_nonzero().to_string());
+    let refused = sandbox.start(&other).expect_refusal(5, &lease.pid().as_raw_nonzero().to_string());
+    // Every option that is named is one of the command that is named.
+    let advice = format!("'iloader stop {} --wait'", sandbox.name());
+    assert!(refused.stderr.contains(&advice) && refused.stderr.contains("is not replaced"), "{refused:?}");
+    assert!(!refused.stderr.contains("--force"), "{refused:?}");
+    let waited = sandbox.ask("stop", &["--wait=0.1"]).expect_refusal(5, "sleep");
+    assert!(waited.stderr.contains("wait longer") && waited.stderr.contains("--force"), "{waited:?}");
     drop(lease);
     until("the end of the lease", || sandbox.status()["leases"] == serde_json::json!([]));
-    let mut command = std::process::Command::new("sleep");
+    let mut command = Command::new("sleep");
     command.arg("600").stdin(fs::File::open(view.join(MODEL[1].0)).unwrap());
     let reader = Job::spawn(command);
     let refused = sandbox.start(&other).expect_refusal(5, "without a lease");
@@ -104,6 +113,134 @@ fn what_is_in_use_or_has_no_successor_is_not_replaced() {
     assert_eq!((sandbox.daemon(), sandbox.status()["state"].clone()), (daemon, "ready".into()));
     assert!(fs::read(view.join(MODEL[1].0)).unwrap() == bytes_of(1, MODEL[1].1));
     sandbox.ask("stop", &["--wait=60"]).expect(0);
+    sandbox.nothing_left();
+}
+
+/// Sets or clears an attribute of a file; `false` where that can't be done here.
+fn change_attribute(change: &str, path: &Path) -> bool {
+    Command::new("chattr").arg(change).arg(path).output().is_ok_and(|ran| ran.status.success())
+}
+
+/// A file with the attribute `i`, which goes with it.
+struct Immutable(PathBuf);
+
+impl Drop for Immutable {
+    fn drop(&mut self) {
+        change_attribute("-i", &self.0);
+    }
+}
+
+#[test]
+fn a_cache_stays_where_a_place_of_its_successor_cannot_be_had() {
+    let sandbox = Sandbox::new();
+    sandbox.started(&[]);
+    let daemon = sandbox.daemon();
+    let scratch = sandbox.path("scratch");
+    fs::create_dir(&scratch).unwrap();
+    let at = |leaf: &str| scratch.join(leaf).to_str().unwrap().to_owned();
+    let pipe = at("pipe");
+    rustix::fs::mknodat(CWD, &pipe, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+    let mut tries = vec![
+        (1, "--log-file", scratch.to_str().unwrap().to_owned()),
+        (1, "--log-file", pipe),
+        (3, "--log-file", at("missing/log")),
+        (1, "--pid-file", scratch.to_str().unwrap().to_owned()),
+        (3, "--pid-file", at("missing/pid")),
+    ];
+    for option in ["--log-file", "--pid-file", "--socket", "--view"] {
+        tries.push((3, option, "/proc/iloader-test".to_owned()));
+    }
+    let mut guards = Vec::new();
+    let (words, pid) = (at("immutable-log"), at("immutable-pid"));
+    for (path, text, option) in [(words, "words", "--log-file"), (pid, "4242\n", "--pid-file")] {
+        fs::write(&path, text).unwrap();
+        if change_attribute("+i", Path::new(&path)) {
+            guards.push(Immutable(PathBuf::from(&path)));
+            tries.push((1, option, path));
+        } else {
+            skipped("no file can be made immutable here, which root can on most file systems");
+        }
+    }
+    let before = (entries(&scratch), entries(&sandbox.path("base/run")), entries(&sandbox.path("base/logs")));
+    for (code, option, place) in tries {
+        let refused = sandbox.start(&["--replace", "--pattern", "config.json", option, &place]);
+        let refused = refused.expect_refusal(code, &place);
+        assert!(refused.stderr.contains("is not replaced"), "{refused:?}");
+    }
+    assert_eq!((sandbox.daemon(), sandbox.status()["state"].clone()), (daemon, "ready".into()));
+    // A log that would have been made is not, where the old one stays after all.
+    let lease = sandbox.run(&["sleep", "600"]);
+    until("a lease", || sandbox.status()["leases"][0]["command"] == "sleep 600");
+    let log = at("new-log");
+    sandbox.start(&["--replace", "--pattern", "config.json", "--log-file", &log]).expect_refusal(5, "sleep");
+    drop(lease);
+    let after = (entries(&scratch), entries(&sandbox.path("base/run")), entries(&sandbox.path("base/logs")));
+    assert_eq!(after, before, "nothing is left of what was tried");
+
+    // All of them can be had.
+    let places =
+        ["--log-file", &log, "--pid-file", &at("pid"), "--socket", &at("sock"), "--view", &at("a/b/v")];
+    sandbox.start(&[&["--replace", "--pattern", "config.json"], &places[..]].concat()).expect(0);
+    assert!(fs::read_to_string(&log).unwrap().contains("ready"));
+    sandbox.ask("stop", &["--remove-view"]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn a_cache_takes_no_file_of_another_one() {
+    let sandbox = Sandbox::new();
+    let model = sandbox.model();
+    let model = model.to_str().unwrap();
+    let scratch = sandbox.path("scratch");
+    fs::create_dir(&scratch).unwrap();
+    let at = |leaf: &str| scratch.join(leaf).to_str().unwrap().to_owned();
+    let its_pid_file = at("b.pid");
+    sandbox.iloader(&["start", model, "--name", "b"]).expect(0);
+    sandbox.iloader(&["start", model, "--name", "far", "--pid-file", &its_pid_file]).expect(0);
+    let run = sandbox.path("base/run");
+    std::os::unix::fs::symlink(run.join("b.pid"), scratch.join("link")).unwrap();
+    std::os::unix::fs::symlink(sandbox.path("base"), scratch.join("base")).unwrap();
+    fs::write(at("empty"), "").unwrap();
+    let contents = || {
+        let files = entries(&run).into_iter().filter(|file| !file.ends_with(".sock"));
+        files.map(|file| (fs::read(run.join(&file)).unwrap(), file)).collect::<Vec<_>>()
+    };
+    let before = contents();
+    let file = |leaf: &str| run.join(leaf).to_str().unwrap().to_owned();
+    let mut tries = vec![
+        (2, "--pid-file", its_pid_file.clone()),
+        (2, "--log-file", its_pid_file.clone()),
+        (2, "--log-file", at("link")),
+        (2, "--pid-file", at("base/run/b.pid")),
+        (1, "--pid-file", at("empty")),
+    ];
+    for option in ["--pid-file", "--log-file", "--socket", "--view"] {
+        for leaf in ["b.lock", "b.pid", "b.json", "b.sock", "new.pid", ".hidden"] {
+            tries.push((2, option, file(leaf)));
+        }
+    }
+    for (code, option, place) in tries {
+        let refused = sandbox.start(&[option, &place]).expect_refusal(code, &place);
+        assert!(code != 2 || refused.stderr.contains(option), "{refused:?}");
+    }
+    let both = at("both");
+    sandbox.start(&["--pid-file", &both, "--log-file", &both]).expect_refusal(2, "--log-file");
+    assert_eq!(contents(), before);
+    assert_eq!(entries(&scratch), ["b.pid", "base", "empty", "link"]);
+    for name in ["b", "far"] {
+        assert_eq!(sandbox.iloader(&["status", name, "--json"]).expect(0).json()["state"], "ready");
+    }
+    // Its own default places may be named, and an empty file at one of them is what a power failure left.
+    fs::write(sandbox.run_file("pid"), "").unwrap();
+    let own = [("--pid-file", "pid"), ("--socket", "sock")].map(|(option, extension)| {
+        [option.to_owned(), sandbox.run_file(extension).to_str().unwrap().to_owned()]
+    });
+    let own: Vec<&str> = own.iter().flatten().map(String::as_str).collect();
+    sandbox.start(&own).expect(0);
+    // The place of a cache that is gone may be had.
+    sandbox.iloader(&["stop", "far"]).expect(0);
+    sandbox.start(&["--replace", "--pattern", "config.json", "--pid-file", &its_pid_file]).expect(0);
+    sandbox.iloader(&["stop", "--all"]).expect(0);
     sandbox.nothing_left();
 }
 

@@ -1,24 +1,25 @@
 //! What a `start` is to bring about: everything that was typed, resolved and looked at.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
 use super::super::output;
 use super::options::StartArgs;
+use super::places::Places;
 use crate::budget::limits;
 use crate::control::client::Client;
 use crate::daemon::config::{Config, Limits, Tuning};
 use crate::daemon::preload::DESCRIPTORS_OWN;
 use crate::error::{Error, Kind, Result, shown};
+use crate::hub;
 use crate::load::{Placement, placement};
 use crate::manifest::SelectionRules;
-use crate::registry::{BaseDir, Environment, Paths, check_socket_path};
+use crate::registry::{BaseDir, Environment, Paths};
 use crate::source::{self, Selection};
 use crate::units::ByteSize;
-use crate::{hub, view};
 
 /// How long a daemon may take for an answer that it has at hand.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -84,41 +85,6 @@ impl Wanted {
     /// Connects to a daemon of this cache.
     pub(super) fn connect(&self, socket: &Path) -> Result<Client> {
         Client::connect(socket, ANSWER_TIMEOUT)
-    }
-}
-
-/// Where the things of the cache are to be, absolute.
-struct Places {
-    socket: PathBuf,
-    pid_file: PathBuf,
-    log_file: PathBuf,
-    view: PathBuf,
-}
-
-impl Places {
-    fn of(args: &StartArgs, environment: &Environment, base: &BaseDir) -> Result<Places> {
-        let paths = base.paths(&args.name);
-        let place = |given: &Option<PathBuf>, default: PathBuf, option: &str| match given {
-            Some(path) => environment.absolute(path, option),
-            None => Ok(default),
-        };
-        Ok(Places {
-            socket: place(&args.socket, paths.socket, "--socket")?,
-            pid_file: place(&args.pid_file, paths.pid_file, "--pid-file")?,
-            log_file: place(&args.log_file, paths.log_file, "--log-file")?,
-            view: place(&args.view, paths.view, "--view")?,
-        })
-    }
-
-    /// Refuses what would be written into the source, and a socket path that is too long.
-    fn check(&self, args: &StartArgs, base: &BaseDir, source: &Path) -> Result<()> {
-        // What is made in BASE tells more than BASE itself, which may be a link.
-        view::check_outside(&base.run_dir(), "--base-dir", source)?;
-        view::check_outside(&self.socket, "--socket", source)?;
-        view::check_outside(&self.pid_file, "--pid-file", source)?;
-        view::check_outside(&self.log_file, "--log-file", source)?;
-        view::check_place(&self.view, source)?;
-        check_socket_path(&self.socket, &args.name)
     }
 }
 
@@ -288,6 +254,16 @@ mod tests {
         assert_eq!(kind(&["--view", home.path().to_str().expect("UTF-8")]), Kind::Usage);
         assert_eq!(kind(&["--socket", &format!("/{}", "s".repeat(107))]), Kind::Usage);
         assert_eq!(kind(&["--log-file", "~/log"]), Kind::Usage);
+        let at = |place: &str| home.path().join(place).to_str().expect("UTF-8").to_owned();
+        for option in ["--view", "--socket", "--pid-file", "--log-file"] {
+            for file in ["run/o.pid", "run/n.json", "run/n.lock", "run/.x", "run/o/new", "run"] {
+                assert_eq!(kind(&[option, &at(&format!("b/{file}"))]), Kind::Usage, "{option} {file}");
+            }
+        }
+        for two in [["--pid-file", "--log-file"], ["--socket", "--view"], ["--log-file", "--view"]] {
+            assert_eq!(kind(&[two[0], &at("x"), two[1], &at("./y/../x")]), Kind::Usage, "{two:?}");
+        }
+        assert_eq!(kind(&["--view", &at("v"), "--log-file", &at("v/log")]), Kind::Usage);
         assert!(!base.exists() && std::fs::read_dir(&model).expect("read").count() == 1, "nothing is made");
         for line in [
             "--workers 0",

@@ -180,7 +180,14 @@ impl Server {
             return late.iter().for_each(|stop| self.listener.reply(stop.from, &reply));
         }
         for stop in late {
-            let error = if stop.is_judged || self.leases.count() > 0 { self.in_use() } else { self.blind() };
+            let error = match stop.is_judged || self.leases.count() > 0 {
+                true if stop.until.is_some() => self.in_use().hint(
+                    "they did not end in that time: wait longer (--wait alone has no limit), or stop it under them \
+                     with --force",
+                ),
+                true => self.in_use(),
+                false => self.blind(),
+            };
             self.refuse(stop.from, &error);
             self.uses.rest();
         }
