@@ -10,6 +10,7 @@ use rustix::fs::{self, Access, AtFlags, CWD};
 use super::super::output;
 use super::super::stop::{self, Manner};
 use super::super::target::Target;
+use super::running;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{LOOK_MAX, State, Status};
@@ -27,9 +28,14 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 ///
 /// [`Kind::InUse`] where it is in use, and whatever would keep the new one from starting, as far as that can be
 /// seen: the old one then runs on.
-pub(super) fn stop_other(wanted: &Wanted, client: Client, status: &Status) -> Result<()> {
-    check_successor(wanted, status)
-        .map_err(|error| error.context(format_args!("'{}' is not replaced", wanted.config.name)))?;
+pub(super) fn stop_other(wanted: &Wanted, mut client: Client, status: &Status) -> Result<()> {
+    if let Err(error) = check_successor(wanted, status) {
+        // Another command may have stopped it, and the next one may have taken its places.
+        return match running::is_ending(&mut client) {
+            true => Ok(()),
+            false => Err(error.context(format_args!("'{}' is not replaced", wanted.config.name))),
+        };
+    }
     let target = Target::in_base(wanted.base.clone(), &wanted.paths.name, ANSWER_TIMEOUT);
     // Where the new view is elsewhere, nobody fills the directory of the old one again.
     let remove_view = status.view != wanted.config.model_dir();
