@@ -42,7 +42,7 @@ pub(crate) struct GcArgs {
     #[arg(long)]
     resident: bool,
     /// Stop the least recently used until all caches together take at most SIZE [default: no limit]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     max_bytes: Option<ByteSize>,
     /// Stop what was not used for SECONDS [default: no limit]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = args::seconds)]

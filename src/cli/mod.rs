@@ -130,12 +130,18 @@ fn usage_error(error: &clap::Error) -> Error {
     let message = paragraphs.next().unwrap_or_default();
     let hints: Vec<String> = paragraphs
         .filter_map(|paragraph| {
-            let usage = paragraph.strip_prefix("Usage: ").map(|usage| format!("usage: {usage}"));
+            let usage = paragraph.strip_prefix("Usage: ").map(usages_in_words);
             usage.or_else(|| paragraph.strip_prefix("tip: ").map(str::to_owned))
         })
         .collect();
     let error = Error::new(Kind::Usage, shortened(message.strip_prefix("error: ").unwrap_or(&message)));
     if hints.is_empty() { error.hint("see iloader --help") } else { error.hint(hints.join("; ")) }
+}
+
+/// The ways to call a command, which the parser writes one below the other.
+fn usages_in_words(usages: &str) -> String {
+    let ways: Vec<&str> = usages.split(" iloader ").collect();
+    format!("usage: {}", ways.join(", or iloader "))
 }
 
 /// A message that repeats a value of any length, with the middle left out where it is long.
@@ -202,7 +208,20 @@ mod tests {
             unknown.hint_text(),
             Some("a similar argument exists: '--json'; usage: iloader status --json [NAME]")
         );
-        for line in ["iloader inspect", "iloader list --timeout -1", "iloader list --timeout inf"] {
+        let several = refusal("iloader stop --all qwen");
+        assert_eq!(
+            several.hint_text(),
+            Some(
+                "usage: iloader stop [OPTIONS] NAME..., or iloader stop [OPTIONS] --all, or iloader stop \
+                 [OPTIONS] --socket PATH"
+            )
+        );
+        for line in [
+            "iloader inspect",
+            "iloader gc --max-bytes -1",
+            "iloader list --timeout -1",
+            "iloader list --timeout inf",
+        ] {
             let error = refusal(line);
             assert!(!error.message().contains('\n') && error.hint_text().is_some(), "{line}");
             assert_eq!(error.kind().exit_code(), 2);

@@ -11,7 +11,7 @@ mod wanted;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::{output, preflight};
+use super::output;
 use crate::control::message::Status;
 use crate::daemon::ledger::Ledger;
 use crate::daemon::log::Log;
@@ -53,17 +53,15 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
     loop {
         match running::look(wanted)? {
             Running::Same { mut client, status } => {
-                preflight::check_published(&mut client, &status)?;
-                running::note_other_tuning(wanted, &status);
-                running::note_other_socket(wanted, &status);
-                match follow(args, wanted, Follow::joined(client), deadline, &mut interrupt) {
-                    // It was stopped between the two questions.
-                    Err(error) if error.kind() == Kind::NotFound => {}
-                    Ok(view) => {
+                if running::is_whole(&mut client, &status)? {
+                    running::note_other_tuning(wanted, &status);
+                    running::note_other_socket(wanted, &status);
+                    if let Some(view) =
+                        follow(args, wanted, Follow::joined(client), deadline, &mut interrupt)?
+                    {
                         set_quota(wanted, &status)?;
                         return Ok(view);
                     }
-                    failed => return failed,
                 }
             }
             Running::Busy => {}
@@ -81,8 +79,11 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
                         // 'wait', whether or not this command was quick enough to meet it.
                         return Ok(PathBuf::from(wanted.config.model_dir()));
                     }
-                    let spawned = Follow::spawned(wanted, spawned)?;
-                    return follow(args, wanted, spawned, deadline, &mut interrupt);
+                    if let Some(spawned) = Follow::spawned(wanted, spawned)?
+                        && let Some(view) = follow(args, wanted, spawned, deadline, &mut interrupt)?
+                    {
+                        return Ok(view);
+                    }
                 }
             }
         }
@@ -96,9 +97,9 @@ fn follow(
     follow: Follow,
     deadline: Option<Instant>,
     interrupt: &mut Interrupt,
-) -> Result<PathBuf> {
+) -> Result<Option<PathBuf>> {
     if args.no_wait {
-        return Ok(PathBuf::from(wanted.config.model_dir()));
+        return Ok(Some(PathBuf::from(wanted.config.model_dir())));
     }
     follow.until_ready(wanted, deadline, args.quiet, interrupt)
 }

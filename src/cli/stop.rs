@@ -157,7 +157,32 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         wait: args.wait.map(|limit| limit.unwrap_or(WAIT_UNLIMITED)),
     };
     let holders = end(target, client, &manner, answer_deadline(args))?;
+    if let Some(lines) = clean_up_killed(target, args.remove_view)? {
+        return Ok(format!(
+            "the daemon of {} was killed before it stopped; cleaned up: {}",
+            target.label(),
+            lines.join(", ")
+        ));
+    }
     Ok(stopped(target, &status, holders.as_deref(), args.force))
+}
+
+/// Cleans up what stays of a daemon that has ended, where it did not end in order: its registration then still
+/// stands. `None` where it did.
+fn clean_up_killed(target: &Target, remove_view: bool) -> Result<Option<Vec<String>>> {
+    let left = target.refreshed();
+    if !matches!(left.standing(), Standing::Dead) || is_another(target) {
+        return Ok(None);
+    }
+    match left.clean_up(remove_view) {
+        Ok(lines) => Ok(Some(lines)),
+        // A command that starts or stops the cache does it just now.
+        Err(error) if error.kind() == Kind::InUse => Ok(None),
+        Err(error) => Err(error.context(format_args!(
+            "the daemon of {} was killed before it stopped, and is not cleaned up",
+            target.label()
+        ))),
+    }
 }
 
 /// In which manner a cache is stopped.
@@ -182,12 +207,12 @@ pub(super) fn end(
 ) -> Result<Option<Box<Readers>>> {
     // Taken before the daemon is told to end, so that it is this very process that is waited for.
     let process = sys::peer::pidfd(client.as_fd()).ok();
-    client.send(Operation::Stop {
+    let asked = client.send(Operation::Stop {
         force: manner.force,
         remove_view: manner.remove_view,
         wait_milliseconds: manner.wait.map(milliseconds),
-    })?;
-    let still_held = match client.next(deadline) {
+    });
+    let still_held = match asked.and_then(|()| client.next(deadline)) {
         Ok(Reply::Stopping { notes, holders }) => {
             notes.iter().for_each(|note| output::note(note));
             holders

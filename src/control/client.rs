@@ -202,8 +202,12 @@ impl Client {
     }
 
     fn ended(&self) -> Error {
-        Error::new(Kind::NotFound, format!("the daemon at {} ended", shown(&self.socket)))
-            .hint("its log says why: see BASE/logs")
+        Error::new(Kind::NotFound, format!("the daemon at {} ended", shown(&self.socket))).hint(match log_of(
+            &self.socket,
+        ) {
+            Some(log) => format!("its log says why: {}", shown(log)),
+            None => "its log says why (start --log-file)".to_owned(),
+        })
     }
 
     fn at_socket(&self, error: Error) -> Error {
@@ -237,6 +241,13 @@ impl AsFd for Client {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
+}
+
+/// The log of the daemon that listens at `socket`, where both are in their default places.
+fn log_of(socket: &Path) -> Option<PathBuf> {
+    let base = socket.parent()?.parent()?;
+    let log = base.join("logs").join(socket.file_stem()?).with_added_extension("log");
+    log.exists().then_some(log)
 }
 
 fn is_trusted(uid: u32) -> bool {

@@ -19,13 +19,13 @@ pub struct Orders {
     pub config: Config,
 }
 
-/// What a spawned daemon says on its standard output, once, before it closes it.
+/// What a spawned daemon says to its starter: how its start went, and later why its load failed, if it did.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Boot {
     /// It listens and is registered; the load begins.
     Registered {},
-    /// It did not come so far, and has ended.
+    /// It did not come so far, or the load failed; it has ended, or is about to.
     Failed(Failure),
 }
 

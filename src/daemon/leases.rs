@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::control::message::LeaseInfo;
-use crate::readers::command_of;
+use crate::readers::{HOLDER_GONE, OUT_OF_SIGHT, command_of};
 use crate::sys::peer::{self, Peer};
 
 /// Which connection a lease came on. Never used twice in the life of a daemon.
@@ -128,6 +128,11 @@ impl Leases {
         self.live.values().any(|lease| lease.process.pid == pid && lease.process.descriptor.is_some())
     }
 
+    /// Whether all processes of live leases have ended, so that it is not known who holds their connections.
+    pub fn are_left_over(&self) -> bool {
+        self.live.values().all(|lease| lease.process.descriptor.is_none())
+    }
+
     /// Live leases.
     pub fn count(&self) -> usize {
         self.live.len()
@@ -140,12 +145,10 @@ impl Leases {
             .map(|lease| LeaseInfo {
                 pid: lease.process.pid,
                 command: match &lease.process {
-                    Process { pid: 0, .. } => "(in another PID namespace)".to_owned(),
+                    Process { pid: 0, .. } => OUT_OF_SIGHT.to_owned(),
                     Process { pid, descriptor: Some(_) } => command_of(*pid),
                     // Ended, or never to be watched: its command line may be another process's by now.
-                    Process { descriptor: None, .. } => {
-                        "(its connection is held by another process)".to_owned()
-                    }
+                    Process { descriptor: None, .. } => HOLDER_GONE.to_owned(),
                 },
             })
             .collect()

@@ -15,4 +15,5 @@ pub mod promise;
 pub mod registered;
 pub mod serve;
 pub mod spawn;
+pub mod starter;
 mod watch;

@@ -24,12 +24,13 @@ use sd_notify::NotifyState;
 
 use crate::budget;
 use crate::control::message::{Leased, Link, Operation, Progress, Reply};
-use crate::daemon::config::Config;
+use crate::daemon::config::{Boot, Config};
 use crate::daemon::leases::{ConnectionId, LEASES_MAX, Leases};
 use crate::daemon::listener::{Event, Listener};
 use crate::daemon::load::{Load, Loaded, PublishedFile, Publisher, Withdraw, Work};
 use crate::daemon::log::Log;
 use crate::daemon::registered::Registered;
+use crate::daemon::starter::Starter;
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::readers::{Seen, Segments};
@@ -57,6 +58,8 @@ pub struct Start {
     pub log: Log,
     /// The load, and the publishing.
     pub work: Work,
+    /// The command that waits for the load, where there is one.
+    pub starter: Option<Starter>,
 }
 
 /// How a cache ended that did not fail.
@@ -74,7 +77,7 @@ pub enum Ended {
 /// Loads, serves, and ends. Returns when the cache is stopped and nothing of it is left; an error where the
 /// load failed.
 pub fn serve(start: Start) -> Result<Ended> {
-    let Start { config, mut listener, registered, log, work } = start;
+    let Start { config, mut listener, registered, log, work, starter } = start;
     let Work { load, publish, find } = work;
     let begun = Uses::new(&listener, &find)
         .and_then(|uses| Ok((Load::start(load)?, uses)))
@@ -82,6 +85,7 @@ pub fn serve(start: Start) -> Result<Ended> {
     let (load, uses) = match begun {
         Ok(begun) => begun,
         Err(error) => {
+            tell_failure(starter.as_ref(), &error);
             registered.keep_failure(&error, &mut listener, &log);
             return Err(error);
         }
@@ -105,6 +109,7 @@ pub fn serve(start: Start) -> Result<Ended> {
         log,
         load,
         publish: Some(publish),
+        starter,
         phase: Phase::Loading,
         leases: Leases::default(),
         waiters: BTreeMap::new(),
@@ -130,6 +135,8 @@ struct Server {
     load: Load,
     /// Taken when the load is done.
     publish: Option<Publisher>,
+    /// Who is told where the load fails; let go of when it is done.
+    starter: Option<Starter>,
     phase: Phase,
     leases: Leases,
     /// Who waits for readiness, and whether they want to hear how far it is.
@@ -366,6 +373,7 @@ impl Server {
 
     fn fail(&mut self, error: Error) {
         self.log.line(format_args!("failed: {}", error.message()));
+        tell_failure(self.starter.as_ref(), &error);
         let was_told = !self.waiters.is_empty();
         self.tell_waiters(&error);
         if let Phase::Ready(resident) = std::mem::replace(&mut self.phase, Phase::Loading) {
@@ -447,6 +455,13 @@ impl Server {
         log.line("ended");
         listener.finish(Instant::now() + FINISH_MAX);
         outcome
+    }
+}
+
+/// Tells the command that started the daemon. Where it has gone, nobody is to be told.
+fn tell_failure(starter: Option<&Starter>, error: &Error) {
+    if let Some(starter) = starter {
+        let _ = starter.tell(&Boot::Failed(error.into()));
     }
 }
 

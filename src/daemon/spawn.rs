@@ -1,8 +1,9 @@
 //! Becoming a daemon: the same program, executed again, that keeps nothing of its caller.
 
+use std::fmt;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
-use std::io::{Read, Seek, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::io::{PipeReader, Read, Seek, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, Mode, memfd_create};
 use rustix::process::{DumpableBehavior, chdir, set_dumpable_behavior, setsid, umask};
-use rustix::stdio::{dup2_stdin, dup2_stdout, stderr, stdout};
+use rustix::stdio::dup2_stdin;
 
 use crate::budget::{self, cgroup::OomKills};
 use crate::control::frame::{self, Decoder};
@@ -20,6 +21,7 @@ use crate::daemon::log::Log;
 use crate::daemon::preload;
 use crate::daemon::registered::{Registered, record_of};
 use crate::daemon::serve::{Ended, Start, serve};
+use crate::daemon::starter::{BOOT_BYTES_MAX, Starter};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::registry::{BaseDir, Lock};
@@ -34,9 +36,6 @@ pub const COMMAND: &str = "__daemon";
 /// How long a daemon may take from its start until it is registered: some files in BASE.
 const BOOT_MAX: Duration = Duration::from_secs(60);
 
-/// The longest [`Boot`]: an error with its hint. A pipe takes so much at once.
-const BOOT_BYTES_MAX: usize = 32 << 10;
-
 /// The variables that a daemon keeps. The others are its caller's affair, and some are secrets, which would
 /// stand in `/proc/<pid>/environ` for as long as the cache lives.
 const VARIABLES_KEPT: [&str; 5] = ["HOME", "PATH", "TMPDIR", "TZ", "RUST_BACKTRACE"];
@@ -45,21 +44,68 @@ const VARIABLES_KEPT: [&str; 5] = ["HOME", "PATH", "TMPDIR", "TZ", "RUST_BACKTRA
 #[derive(Debug)]
 pub struct Spawned {
     child: Child,
+    boot: BootReader,
 }
 
 impl Spawned {
-    /// How the daemon ended, in words, where it has. It is waited for: its connections close before its lock,
-    /// and giving back much memory takes seconds.
-    pub fn ended(&mut self) -> Option<String> {
+    /// How the daemon ended, where it has. It is waited for: its connections close before its lock, and giving
+    /// back much memory takes seconds.
+    pub fn ended(&mut self) -> End {
         const PATIENCE: Duration = Duration::from_secs(10);
         let deadline = Instant::now() + PATIENCE;
         loop {
             match self.child.try_wait() {
-                Ok(Some(status)) => return Some(in_words(status)),
+                Ok(Some(status)) if status.success() => return End::InOrder,
+                Ok(Some(status)) => return End::Other(in_words(status)),
                 Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
-                _ => return None,
+                _ => return End::Unknown,
             }
         }
+    }
+
+    /// Why the load failed, as the daemon said at its end, where it ended so.
+    pub fn failure(&mut self) -> Option<Error> {
+        match self.boot.read(Instant::now()) {
+            Ok(Some(Boot::Failed(failure))) => Some(failure.into()),
+            _ => None,
+        }
+    }
+}
+
+/// The reading end of the pipe on which a daemon tells its starter of itself.
+#[derive(Debug)]
+struct BootReader {
+    pipe: PipeReader,
+    decoder: Decoder,
+}
+
+impl BootReader {
+    fn read(&mut self, deadline: Instant) -> Result<Option<Boot>> {
+        match frame::read(&mut self.pipe, &mut self.decoder, Some(deadline))? {
+            Some(message) => Boot::from_json(&message).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+/// How a daemon ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It was stopped, and left nothing.
+    InOrder,
+    /// It failed, crashed or was killed: the words for it.
+    Other(String),
+    /// It is another command's to wait for, or has not ended yet.
+    Unknown,
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            End::InOrder => "ended in order",
+            End::Other(how) => how,
+            End::Unknown => "ended",
+        })
     }
 }
 
@@ -148,8 +194,8 @@ fn clean_up_unregistered(config: &Config, pid: i32, lock: &Lock) {
 fn spawn_with(config: &Config, held: &OwnedFd, pid: &mut Option<i32>) -> Result<Spawned> {
     let failed = |error: &std::io::Error| Error::os("start the daemon", error);
     let log = open_log(Path::new(&config.log_file))?;
-    let (mut boot, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
-    rustix::io::ioctl_fionbio(&boot, true).map_err(|errno| failed(&errno.into()))?;
+    let (pipe, boot_writer) = std::io::pipe().map_err(|error| failed(&error))?;
+    rustix::io::ioctl_fionbio(&pipe, true).map_err(|errno| failed(&errno.into()))?;
     let inherited = inheritable(held).map_err(|errno| failed(&errno.into()))?;
     let orders = Orders { lock_descriptor: inherited.as_raw_fd(), config: config.clone() };
     let mut command = Command::new("/proc/self/exe");
@@ -169,8 +215,8 @@ fn spawn_with(config: &Config, held: &OwnedFd, pid: &mut Option<i32>) -> Result<
     drop(inherited);
     // The command holds the pipe's writing end, which must close for the reading end to see an end.
     drop(command);
-    let mut spawned = Spawned { child };
-    match read_boot(&mut boot) {
+    let mut spawned = Spawned { child, boot: BootReader { pipe, decoder: Decoder::new(BOOT_BYTES_MAX) } };
+    match spawned.boot.read(Instant::now() + BOOT_MAX) {
         Ok(Some(Boot::Registered {})) => {
             crash::point("registration-heard");
             Ok(spawned)
@@ -180,7 +226,10 @@ fn spawn_with(config: &Config, held: &OwnedFd, pid: &mut Option<i32>) -> Result<
             Err(error.into())
         }
         Ok(None) => {
-            let how = spawned.ended().unwrap_or_else(|| "closed its standard output".to_owned());
+            let how = match spawned.ended() {
+                End::Unknown => "closed its standard output".to_owned(),
+                how => how.to_string(),
+            };
             Err(ended_early(config, &format!("{how} before it was registered")))
         }
         Err(error) => {
@@ -207,14 +256,6 @@ fn written(orders: &Orders) -> Result<Stdio> {
     let mut file = File::from(memory);
     file.write_all(&orders.to_json()?).and_then(|()| file.rewind()).map_err(|error| failed(&error))?;
     Ok(file.into())
-}
-
-fn read_boot(pipe: &mut (impl Read + AsFd)) -> Result<Option<Boot>> {
-    let deadline = Some(Instant::now() + BOOT_MAX);
-    let Some(message) = frame::read(pipe, &mut Decoder::new(BOOT_BYTES_MAX), deadline)? else {
-        return Ok(None);
-    };
-    Boot::from_json(&message).map(Some)
 }
 
 /// Opens a log for appending, mode 0600 where it is new.
@@ -269,7 +310,7 @@ fn check_log(found: &Metadata, path: &Path) -> Result<()> {
 }
 
 /// The life of a spawned daemon, in the process that [`spawn`] started: reads its orders, detaches, tells its
-/// starter that it is registered, loads and serves. Returns when the cache has ended.
+/// starter that it is registered, or why not, loads and serves. Returns when the cache has ended.
 pub fn become_daemon() -> Result<()> {
     let mut orders = Vec::new();
     let orders: Orders = std::io::stdin()
@@ -280,18 +321,18 @@ pub fn become_daemon() -> Result<()> {
         peer::keep_only(orders.lock_descriptor).map_err(|error| Error::os("inherit the lock", &error))?;
     crash::point("orders-read");
     let booted = detach().and_then(|signals| boot(orders.config, lock, signals));
-    // The answer is the last use of the caller's pipe: it closes here, whatever the answer is.
-    let message = match &booted {
-        Ok(_) => Boot::Registered {},
-        Err(error) => Boot::Failed(Failure::from(error)),
-    };
-    let told = frame::encode(&message, BOOT_BYTES_MAX).and_then(|frame| tell_and_close(&frame));
-    let start = booted?;
+    let starter = Starter::on_stdout();
+    let told = starter.and_then(|starter| {
+        let message = match &booted {
+            Ok(_) => Boot::Registered {},
+            Err(error) => Boot::Failed(Failure::from(error)),
+        };
+        starter.tell(&message).map(|()| starter)
+    });
+    let mut start = booted?;
     crash::point("starter-told");
-    if let Err(error) = told {
-        // Nobody waits any more, but the load was asked for.
-        start.log.line(error.message());
-    }
+    // Where it failed nobody waits any more, but the load was asked for.
+    start.starter = told.map_err(|error| start.log.line(error.message())).ok();
     serve(start).map(drop)
 }
 
@@ -329,15 +370,7 @@ fn boot(config: Config, lock: OwnedFd, signals: SignalDescriptor) -> Result<Star
     let lock = Lock::from_fd(lock, &base.paths(&config.name.parse()?).lock)?;
     let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
     let work = preload::work(&config, &log);
-    Ok(Start { config, listener, registered, log, work })
-}
-
-fn tell_and_close(frame: &[u8]) -> Result<()> {
-    let failed = |error: &std::io::Error| Error::os("tell the starting command that the daemon is up", error);
-    // A pipe's buffer takes it whole: it is shorter, and nothing was written before.
-    let told = rustix::io::write(stdout(), frame).map_err(|errno| errno.into());
-    dup2_stdout(stderr()).map_err(|errno| failed(&errno.into()))?;
-    told.map(drop).map_err(|error| failed(&error))
+    Ok(Start { config, listener, registered, log, work, starter: None })
 }
 
 /// Is the daemon in this process, for `start --foreground`. Log lines go to `log`. Returns when the cache has
@@ -353,7 +386,7 @@ pub fn run_in_foreground(config: Config, lock: Lock, log: Log) -> Result<Ended> 
     };
     let (registered, listener) = Registered::new(&config, lock, signals, &log)?;
     let work = preload::work(&config, &log);
-    serve(Start { config, listener, registered, log, work })
+    serve(Start { config, listener, registered, log, work, starter: None })
 }
 
 /// Makes this process one that can be the daemon.

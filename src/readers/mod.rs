@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 
 pub use maps::Memory;
-pub use process::{command_of, named};
+pub use process::{HOLDER_GONE, OUT_OF_SIGHT, command_of, named};
 
 /// The segments of one cache, each known by device and inode.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

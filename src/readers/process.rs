@@ -145,11 +145,20 @@ pub fn command_of(pid: i32) -> String {
     text
 }
 
-/// Processes by number and [`command_of`] in a message, as many as fit a line.
+/// In place of the command of a lease whose process has ended, or cannot be watched.
+pub const HOLDER_GONE: &str = "which has ended and left its connection to another process";
+
+/// In place of the command of a process that has no number here.
+pub const OUT_OF_SIGHT: &str = "in another PID namespace";
+
+/// Processes by number and [`command_of`] in a message, as many as fit a line. What stands in place of a command goes
+/// without quotes.
 pub fn named<'a>(processes: impl ExactSizeIterator<Item = (i32, &'a str)>) -> String {
     let count = processes.len();
     let in_words = |(pid, command)| match command {
         "" => format!("process {pid}"),
+        HOLDER_GONE => format!("process {pid}, {HOLDER_GONE}"),
+        OUT_OF_SIGHT => format!("a process {OUT_OF_SIGHT}"),
         command => format!("process {pid} {}", shown(command)),
     };
     let mut named: Vec<String> = processes.take(NAMED_MAX).map(in_words).collect();
@@ -166,6 +175,8 @@ mod tests {
     #[test]
     fn processes_are_named_up_to_a_limit() {
         assert_eq!(named([(7, "sleep 600\n"), (8, "")].into_iter()), "process 7 'sleep 600\\n', process 8");
+        assert_eq!(named([(0, OUT_OF_SIGHT)].into_iter()), "a process in another PID namespace");
+        assert!(named([(7, HOLDER_GONE)].into_iter()).starts_with("process 7, which has ended and left"));
         let many: Vec<(i32, &str)> = (1..=8).map(|pid| (pid, "engine")).collect();
         assert!(named(many.into_iter()).ends_with("process 5 engine, 3 more"));
     }

@@ -64,6 +64,25 @@ fn a_start_and_a_stop_clean_up_what_is_dead() {
 }
 
 #[test]
+fn a_stop_cleans_up_after_a_daemon_that_is_killed_while_it_waits() {
+    let sandbox = Sandbox::new();
+    let view = sandbox.started(&[]);
+    let mut lease = sandbox.run(&["sleep", "600"]);
+    until("a lease", || sandbox.status()["leases"].as_array().is_some_and(|leases| leases.len() == 1));
+    let stop = Job::spawn(sandbox.command(&["stop", sandbox.name(), "--wait"]));
+    // Its question is with the daemon once it has said whom it waits for; before that it would meet
+    // a dead cache.
+    until("a stop that waits", || stop.waits_on_a_socket());
+    sandbox.kill_daemon();
+    let stopped = stop.wait().expect(0);
+    assert!(stopped.stderr.contains("cleaned up: withdrew the dead view"), "{stopped:?}");
+    assert!(!stopped.stderr.contains("stopped '"), "{stopped:?}");
+    assert_eq!(entries(&view), [""; 0]);
+    sandbox.nothing_left();
+    assert!(!lease.is_over(), "the command is left alone");
+}
+
+#[test]
 fn strange_files_in_a_dead_view_are_kept_and_named() {
     let sandbox = dead();
     fs::set_permissions(sandbox.view(), fs::Permissions::from_mode(0o755)).unwrap();

@@ -76,10 +76,23 @@ fn force_stops_a_cache_under_its_readers() {
 fn a_lease_outlives_its_command_where_a_child_has_the_connection() {
     let sandbox = Sandbox::new();
     sandbox.started(&[]);
-    let ran = sandbox.run(&["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]).wait().expect(0);
-    let child = Pid::from_raw(ran.stdout.trim().parse().unwrap()).unwrap();
+    let script = "sleep 600 <\"$0/config.json\" >/dev/null 2>&1 & echo $$ $!";
+    let ran = sandbox.run(&["sh", "-c", script, "{model}"]).wait().expect(0);
+    let (holder, child) = ran.stdout.trim().split_once(' ').unwrap();
     assert_eq!(leases(&sandbox).len(), 1);
-    sandbox.ask("stop", &[]).expect_refusal(5, "in use");
+    let left = format!("process {holder}, which has ended and left its connection to another process");
+    // The one who is meant is named, with or without patience.
+    for more in [&[][..], &["--wait=0.2"]] {
+        let refused = sandbox.ask("stop", more).expect_refusal(5, &format!("in use by {left}"));
+        assert!(
+            refused.stderr.contains(&format!("; it is read by process {child} 'sleep 600'")),
+            "{refused:?}"
+        );
+    }
+    let kept = sandbox.iloader(&["gc", "--resident", "--ttl", "0"]).expect(0);
+    let kept = format!("{}{}", kept.stdout, kept.stderr);
+    assert!(kept.contains(&format!("leased by {left}")), "{kept}");
+    let child = Pid::from_raw(child.parse().unwrap()).unwrap();
     kill_process(child, Signal::KILL).unwrap();
     until("the end of the lease", || leases(&sandbox).is_empty());
     sandbox.ask("stop", &[]).expect(0);

@@ -81,6 +81,24 @@ fn a_start_sets_it_and_the_next_ones_keep_to_it() {
 }
 
 #[test]
+fn of_many_starts_of_what_does_not_fit_each_is_told_why() {
+    let sandbox = sandbox(&[6, 8]);
+    start(&sandbox, 0, &["--max-resident-bytes", "10MiB"]).expect(0);
+    let (model, name) = (sandbox.path("m1"), name(&sandbox, 1));
+    let words = ["start", model.to_str().unwrap(), "--name", &name, "--quiet"];
+    // Whose daemon it is that fails, and who is waiting for it by then, differs from time to time.
+    for _ in 0..15 {
+        let starts: Vec<Job> = (0..8).map(|_| Job::spawn(sandbox.command(&words))).collect();
+        for start in starts {
+            start.wait().expect_refusal(6, "has room for 4.0 MiB");
+        }
+    }
+    start(&sandbox, 0, &["--max-resident-bytes", "0"]).expect(0);
+    stop(&sandbox, 0);
+    sandbox.nothing_left();
+}
+
+#[test]
 fn a_quota_that_does_not_fit_is_refused_and_the_old_one_stays() {
     let sandbox = sandbox(&[6, 4, 4]);
     // It was started before there was a quota, and counts.

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode};
 use rustix::process::Signal;
@@ -268,6 +269,39 @@ fn a_load_is_replaced_too() {
     drop(frozen);
     let ran = sandbox.start(&["--replace", "--pattern", "config.json"]).expect(0);
     assert_eq!(entries(&ran.path()), ["config.json"]);
+    sandbox.ask("stop", &[]).expect(0);
+    sandbox.nothing_left();
+}
+
+#[test]
+fn a_start_meets_the_end_of_the_same_cache_and_loads_it_anew() {
+    let sandbox = Sandbox::empty();
+    sandbox.write("config.json", b"{}");
+    // It is evicted at any step of who starts it.
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                for round in 0..40 {
+                    sandbox.start(&["--idle-ttl", "0.03", "--quiet"]).expect(0);
+                    std::thread::sleep(Duration::from_millis(round % 6 * 10));
+                }
+            });
+        }
+    });
+    sandbox.nothing_left();
+    for _ in 0..20 {
+        sandbox.started(&[]);
+        let stop = Job::spawn(sandbox.command(&["stop", sandbox.name()]));
+        sandbox.start(&["--quiet"]).expect(0);
+        stop.wait().expect(0);
+    }
+    // One of them replaces it, and the others join that one.
+    for round in 1..=10 {
+        let ttl = (1000 + round).to_string();
+        let words = ["--replace", "--idle-ttl", &ttl, "--quiet"];
+        let starts: Vec<Job> = (0..3).map(|_| Job::spawn(sandbox.start_command(&words))).collect();
+        starts.into_iter().for_each(|start| drop(start.wait().expect(0)));
+    }
     sandbox.ask("stop", &[]).expect(0);
     sandbox.nothing_left();
 }

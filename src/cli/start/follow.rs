@@ -12,7 +12,7 @@ use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::frame::timespec;
 use crate::control::message::{Operation, Progress, Reply};
-use crate::daemon::spawn::{self, Spawned};
+use crate::daemon::spawn::{self, End, Spawned};
 use crate::error::{Error, Kind, Result};
 use crate::registry::{Lock, Record};
 use crate::sys::crash;
@@ -71,33 +71,39 @@ pub(super) struct Follow {
     client: Client,
     /// The daemon, where this command started it.
     spawned: Option<Spawned>,
+    /// Whether the daemon took the question: what ends it from then on is told to whoever waits.
+    is_waiting: bool,
     last: Progress,
 }
 
 impl Follow {
     pub(super) fn joined(client: Client) -> Follow {
-        Follow { client, spawned: None, last: Progress::default() }
+        Follow { client, spawned: None, is_waiting: false, last: Progress::default() }
     }
 
-    /// Connects to a daemon that this command started, which is registered.
-    pub(super) fn spawned(wanted: &Wanted, mut spawned: Spawned) -> Result<Follow> {
+    /// Connects to a daemon that this command started, which is registered. `None` where it was ready, and has
+    /// ended in order since.
+    pub(super) fn spawned(wanted: &Wanted, mut spawned: Spawned) -> Result<Option<Follow>> {
         match wanted.connect(Path::new(&wanted.config.socket)) {
-            Ok(client) => Ok(Follow { client, spawned: Some(spawned), last: Progress::default() }),
-            Err(error) => Err(why_ended(wanted, Some(&mut spawned), error)),
+            Ok(client) => Ok(Some(Follow { spawned: Some(spawned), ..Follow::joined(client) })),
+            Err(error) => why_ended(wanted, Some(&mut spawned), false, error).map_or(Ok(None), Err),
         }
     }
 
-    /// Waits until the view is published, and gives its path.
+    /// Waits until the view is published, and gives its path. `None` where the daemon was on its way out before it
+    /// took the question: what it was asked for can be loaded anew.
     pub(super) fn until_ready(
         mut self,
         wanted: &Wanted,
         deadline: Option<Instant>,
         quiet: bool,
         interrupt: &mut Interrupt,
-    ) -> Result<PathBuf> {
+    ) -> Result<Option<PathBuf>> {
         // Made late, so that a cache that is ready already shows none.
         let mut bar: Option<Bar> = None;
-        self.send(wanted, Operation::Wait { progress: true })?;
+        if let Err(error) = self.client.send(Operation::Wait { progress: true }) {
+            return self.ended(wanted, error);
+        }
         crash::point("waiting");
         loop {
             // What was received already is looked at first: a short time to wait is enough for a cache
@@ -107,9 +113,10 @@ impl Follow {
                     if let Some(bar) = bar {
                         bar.finish();
                     }
-                    return Ok(PathBuf::from(view));
+                    return Ok(Some(PathBuf::from(view)));
                 }
                 Ok(Reply::Progress(progress)) => {
+                    self.is_waiting = true;
                     self.last = progress;
                     let doing = || Bar::new(&format!("loading {}", wanted.config.name), quiet);
                     bar.get_or_insert_with(doing).update(&progress);
@@ -120,7 +127,12 @@ impl Follow {
                     return Err(error.into());
                 }
                 Ok(Reply::Stopping { .. }) => {
-                    let _ = self.client.wait_for_end(Some(Instant::now() + END_MAX));
+                    let end_due = Instant::now() + END_MAX;
+                    let until = deadline.filter(|_| !self.is_waiting).map_or(end_due, |at| at.min(end_due));
+                    let _ = self.client.wait_for_end(Some(until));
+                    if !self.is_waiting {
+                        return Ok(None);
+                    }
                     let message = format!("'{}' was stopped while it loaded", wanted.config.name);
                     return Err(Error::new(Kind::NotFound, message).hint("start it again"));
                 }
@@ -138,13 +150,14 @@ impl Follow {
                     }
                     interrupt.wait(&self.client, deadline)?;
                 }
-                Err(error) => return Err(why_ended(wanted, self.spawned.as_mut(), error)),
+                Err(error) => return self.ended(wanted, error),
             }
         }
     }
 
-    fn send(&mut self, wanted: &Wanted, operation: Operation) -> Result<()> {
-        self.client.send(operation).map_err(|error| why_ended(wanted, self.spawned.as_mut(), error))
+    /// The connection ended with `error`.
+    fn ended(&mut self, wanted: &Wanted, error: Error) -> Result<Option<PathBuf>> {
+        why_ended(wanted, self.spawned.as_mut(), self.is_waiting, error).map_or(Ok(None), Err)
     }
 
     fn out_of_time(&self, wanted: &Wanted) -> Error {
@@ -195,14 +208,23 @@ impl Follow {
     }
 }
 
-/// The daemon is gone, as `error` says. Why, stands in the registration or in how its process ended.
-fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Error {
+/// The daemon is gone, as `error` says. Why, it said to who started it, or stands in the registration or in how its
+/// process ended. `None` where it may have ended in order, because nobody was waiting for it yet.
+fn why_ended(
+    wanted: &Wanted,
+    spawned: Option<&mut Spawned>,
+    was_waiting: bool,
+    error: Error,
+) -> Option<Error> {
     if error.kind() != Kind::NotFound {
-        return error;
+        return Some(error);
     }
-    let how = spawned.and_then(Spawned::ended).unwrap_or_else(|| "ended".to_owned());
+    let mut spawned = spawned;
+    let how = spawned.as_mut().map_or(End::Unknown, |spawned| spawned.ended());
+    // Said to this command alone: the registration may have been cleaned up by the next one already.
+    let mut failure = spawned.and_then(Spawned::failure);
     let failure_of = |record: &Option<Record>| record.as_ref().and_then(Record::failure);
-    let mut failure = failure_of(&Record::read(&wanted.paths.record).ok().flatten());
+    failure = failure.or_else(|| failure_of(&Record::read(&wanted.paths.record).ok().flatten()));
     // A failure that the daemon could tell nobody is told now, and so need not be kept for who asks later.
     if let Ok(Some(lock)) = Lock::try_exclusive(&wanted.paths.lock) {
         let record = Record::read(&wanted.paths.record).ok().flatten();
@@ -211,8 +233,9 @@ fn why_ended(wanted: &Wanted, spawned: Option<&mut Spawned>, error: Error) -> Er
         // Its file is all that can stay.
         let _ = lock.remove_and_release();
     }
-    if let Some(failure) = failure {
-        return failure;
+    match (failure, how) {
+        (Some(failure), _) => Some(failure),
+        (None, End::InOrder | End::Unknown) if !was_waiting => None,
+        (None, how) => Some(spawn::ended_early(&wanted.config, &format!("{how} before it was ready"))),
     }
-    spawn::ended_early(&wanted.config, &format!("{how} before it was ready"))
 }

@@ -97,13 +97,13 @@ pub(crate) struct TuningArgs {
     /// Reads in flight per worker [default: by the engine]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = args::number(1..=DEPTH_MAX as u32))]
     pub(super) queue_depth: Option<u32>,
-    #[arg(long, value_name = "SIZE", help = read_size_help(), value_parser = read_size)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, help = read_size_help(), value_parser = read_size)]
     pub(super) read_size: Option<ByteSize>,
     /// Whether to bypass the page cache; auto reads from it what is there, the rest past it
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = PossibleValuesParser::new(Direct::NAMES))]
     pub(super) direct: String,
     /// Take at most so many bytes in a second, from storage and page cache alike [default: no limit]
-    #[arg(long, value_name = "SIZE", value_parser = rate)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = rate)]
     pub(super) limit_rate: Option<ByteSize>,
     /// Load behind everybody else: idle I/O priority, and the least CPU priority
     #[arg(long)]
@@ -121,13 +121,13 @@ pub(crate) struct LimitArgs {
     #[arg(long, value_name = "F", allow_negative_numbers = true, default_value_t = args::MEMORY_FRACTION, value_parser = fraction)]
     pub(super) max_memory_fraction: f64,
     /// Cap for this cache, buffers included [default: none]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub(super) max_memory_bytes: Option<ByteSize>,
     /// Memory to leave for others [default: 256MiB]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub(super) reserve_bytes: Option<ByteSize>,
     /// Quota for all caches whose sockets are in one directory, set when this start succeeds and kept; 0: none [default: as it is]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub(super) max_resident_bytes: Option<ByteSize>,
     /// Skip the check of available memory; caps, quota and the watch while loading still hold
     #[arg(long)]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::super::output;
 use super::super::stop::{self, Manner};
 use super::super::target::Target;
+use super::running;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{LOOK_MAX, State, Status};
@@ -30,14 +31,19 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// seen: the old one then runs on.
 pub(super) fn stop_other(
     wanted: &Wanted,
-    client: Client,
+    mut client: Client,
     status: &Status,
     log: Option<&Path>,
 ) -> Result<Option<Log>> {
     let name = &wanted.config.name;
     let stays = |error: Error| error.context(format_args!("'{name}' is not replaced"));
     // The log last: it is the one thing that is made by looking.
-    let log = check_successor(wanted, status).and_then(|()| log.map(Log::open).transpose()).map_err(stays)?;
+    let log = match check_successor(wanted, status).and_then(|()| log.map(Log::open).transpose()) {
+        Ok(log) => log,
+        // Another command may have stopped it, and the next one may have taken its places.
+        Err(_) if running::is_ending(&mut client) => return Ok(None),
+        Err(error) => return Err(stays(error)),
+    };
     let target = Target::in_base(wanted.base.clone(), &wanted.paths.name, ANSWER_TIMEOUT);
     // Where the new view is elsewhere, nobody fills the directory of the old one again.
     let remove_view = status.view != wanted.config.model_dir();

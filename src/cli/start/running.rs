@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::super::output;
+use super::super::{output, preflight};
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{Operation, Reply, State, Status};
@@ -69,6 +69,28 @@ fn ask(wanted: &Wanted, registration: &Registration) -> Result<Running> {
     }
     let error = other_identity(wanted, &status, &mut client);
     Ok(Running::Other { client, status, error })
+}
+
+/// Whether the cache at the other end can be reused: not so where it is ending, which withdraws its view first.
+///
+/// # Errors
+///
+/// [`Kind::Failed`] where the view of a cache that lives on is broken.
+pub(super) fn is_whole(client: &mut Client, status: &Status) -> Result<bool> {
+    match preflight::check_published(client, status) {
+        Ok(()) => Ok(true),
+        Err(_) if is_ending(client) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether the cache at the other end, which was not ending a moment ago, is ending or has ended by now.
+pub(super) fn is_ending(client: &mut Client) -> bool {
+    match client.request(Operation::Status {}) {
+        Ok(Reply::Status(status)) => status.state == State::Stopping,
+        Ok(_) => false,
+        Err(error) => error.kind() == Kind::NotFound,
+    }
 }
 
 fn other_identity(wanted: &Wanted, status: &Status, client: &mut Client) -> Error {

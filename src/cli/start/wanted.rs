@@ -283,10 +283,14 @@ mod tests {
             assert!(Line::try_parse_from(words).is_err(), "{line}");
         }
         // A number below zero is a wrong value, and no option that nobody knows.
-        for option in ["--wait-timeout", "--idle-ttl", "--workers", "--chunk-size", "--max-memory-fraction"] {
+        let numbers = ["--wait-timeout", "--idle-ttl", "--workers", "--chunk-size", "--max-memory-fraction"];
+        let sizes =
+            ["--max-memory-bytes", "--reserve-bytes", "--max-resident-bytes", "--read-size", "--limit-rate"];
+        for option in numbers.into_iter().chain(sizes) {
             let words = ["start", "m", "--name", "n", option, "-1"];
             let error = Line::try_parse_from(words).err().expect("refused").to_string();
             assert!(error.contains("'-1'") && error.contains(option), "{error}");
+            assert!(!error.contains("-- -1"), "{error}");
         }
     }
 }

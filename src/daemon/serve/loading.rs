@@ -118,6 +118,7 @@ impl Server {
         self.make_room_for_clients(loaded.links.len());
         let segments = Arc::new(loaded.links.iter().map(|file| (file.device, file.inode)).collect());
         self.phase = Phase::Ready(Resident { loaded, withdraw, progress, segments });
+        self.starter = None;
         self.idle_since = Instant::now();
         let ready = Reply::Ready { view: self.config.model_dir() };
         for (waiter, _) in std::mem::take(&mut self.waiters) {

@@ -345,6 +345,7 @@ fn run_daemon(
             publish: Box::new(publish),
             find: Arc::new(move |_, detail| find(&sight, detail)),
         },
+        starter: None,
     })
     .map(drop)
 }

@@ -214,8 +214,9 @@ impl Server {
             }
             Phase::Ready(_) => {}
         }
-        let is_leased = self.leases.count() > 0;
-        if is_leased && !force && wait.is_none() {
+        // Where the processes of all leases have ended, a look can tell who goes on in their place.
+        let is_judged = !force && self.leases.count() > 0 && !self.leases.are_left_over();
+        if is_judged && wait.is_none() {
             let error = self.in_use();
             return self.refuse(from, &error);
         }
@@ -224,7 +225,6 @@ impl Server {
         let now = Instant::now();
         let until = wait.filter(|_| !force).map(|wait| now + wait.min(FOR_EVER));
         self.listener.set_waiting(from);
-        let is_judged = is_leased && !force;
         self.uses.stops.push(PendingStop { from, asked: now, is_judged, until, force, remove_view });
         self.uses.pause = PAUSE_MIN;
         if !is_judged {
@@ -448,7 +448,11 @@ impl Server {
         let message = if self.leases.count() > 0 {
             let leases = self.leases.list();
             let holders = named(leases.iter().map(|lease| (lease.pid, lease.command.as_str())));
-            format!("'{name}' is in use by {holders}")
+            let readers = match self.leases.are_left_over() && !self.uses.readers.is_empty() {
+                true => format!("; it is read by {}", self.named_readers()),
+                false => String::new(),
+            };
+            format!("'{name}' is in use by {holders}{readers}")
         } else {
             format!("'{name}' is in use without a lease by {}", self.named_readers())
         };
