@@ -131,7 +131,11 @@ fn usage_error(error: &clap::Error) -> Error {
     let hints: Vec<String> = paragraphs
         .filter_map(|paragraph| {
             let usage = paragraph.strip_prefix("Usage: ").map(usages_in_words);
-            usage.or_else(|| paragraph.strip_prefix("tip: ").map(str::to_owned))
+            // What looks like a number below zero was meant as the value of the option before it.
+            let is_number = paragraph.starts_with("tip: to pass '-")
+                && paragraph.as_bytes().get("tip: to pass '-".len()).is_some_and(u8::is_ascii_digit);
+            let tip = paragraph.strip_prefix("tip: ").filter(|_| !is_number);
+            usage.or_else(|| tip.map(str::to_owned))
         })
         .collect();
     let error = Error::new(Kind::Usage, shortened(message.strip_prefix("error: ").unwrap_or(&message)));
