@@ -60,7 +60,7 @@ impl Claims {
     pub fn of_quota(directory: &Path) -> Claims {
         Claims {
             directory: directory.to_owned(),
-            stem: format!("quota-{}", dir::our_uid()),
+            stem: format!("quota-{}", dir::outer_uid()),
             owns_directory: false,
         }
     }
@@ -75,13 +75,13 @@ impl Claims {
     pub fn standing_promises() -> Option<Claims> {
         let root = Path::new(SHARED_MEMORY);
         let directory = user_directory(root);
-        let stem = format!("promises-{}", dir::our_uid());
+        let stem = format!("promises-{}", dir::outer_uid());
         let is_there = check_user_directory(root, &directory) == Ok(true);
         is_there.then_some(Claims { directory, stem, owns_directory: true })
     }
 
     fn of_promises_under(root: &Path, run_dir: &Path) -> (Claims, Option<String>) {
-        let stem = format!("promises-{}", dir::our_uid());
+        let stem = format!("promises-{}", dir::outer_uid());
         let directory = user_directory(root);
         let why = loop {
             match make_user_directory(&directory).and_then(|()| check_user_directory(root, &directory)) {
@@ -196,7 +196,7 @@ impl Claims {
 
 /// Removes what dead starts left of the user's promises, and of those in `run_dir`.
 pub(super) fn sweep_promises(run_dir: &Path) {
-    let stem = format!("promises-{}", dir::our_uid());
+    let stem = format!("promises-{}", dir::outer_uid());
     let root = Path::new(SHARED_MEMORY);
     let common = user_directory(root);
     let places = [(run_dir, false), (common.as_path(), true)];
@@ -211,7 +211,7 @@ pub(super) fn sweep_promises(run_dir: &Path) {
 
 /// Where the promises of this user are.
 fn user_directory(root: &Path) -> PathBuf {
-    root.join(format!("iloader-{}", dir::our_uid()))
+    root.join(format!("iloader-{}", dir::outer_uid()))
 }
 
 fn make_user_directory(directory: &Path) -> std::result::Result<(), String> {

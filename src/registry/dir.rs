@@ -46,6 +46,24 @@ pub(crate) fn our_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
+/// The number that the user has outside the user namespace of this process: in it, root may stand for anybody. So
+/// all processes of a user find what is called by it.
+pub(crate) fn outer_uid() -> u32 {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    mapped_uid(&map, our_uid())
+}
+
+/// What `map`, a `uid_map`, makes of `uid`; itself where that does not tell.
+fn mapped_uid(map: &str, uid: u32) -> u32 {
+    let outer = map.lines().find_map(|line| {
+        let mut numbers = line.split_ascii_whitespace().map(str::parse::<u64>);
+        let (inner, outer, count) = (numbers.next()?.ok()?, numbers.next()?.ok()?, numbers.next()?.ok()?);
+        let offset = u64::from(uid).checked_sub(inner).filter(|offset| *offset < count)?;
+        u32::try_from(outer.checked_add(offset)?).ok()
+    });
+    outer.unwrap_or(uid)
+}
+
 /// Whether somebody other than the owner may write, by the mode. An access list shows in the group bits.
 pub(crate) fn is_writable_by_others(stat: &Stat) -> bool {
     Mode::from_raw_mode(stat.st_mode).intersects(Mode::WGRP | Mode::WOTH)
@@ -233,6 +251,17 @@ mod tests {
 
     fn mode_of(path: &Path) -> u32 {
         std::fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn a_user_has_one_number_whatever_the_namespace() {
+        let whole = "         0          0 4294967295\n";
+        assert_eq!((mapped_uid(whole, 0), mapped_uid(whole, 1000)), (0, 1000));
+        let rootless = "         0       1000          1\n         1     100000      65536\n";
+        assert_eq!((mapped_uid(rootless, 0), mapped_uid(rootless, 5)), (1000, 100_004));
+        for map in ["", "0 1000", "x y z", "0 4294967295 99", rootless] {
+            assert_eq!(mapped_uid(map, 70_000), 70_000, "{map}");
+        }
     }
 
     #[test]

@@ -115,7 +115,7 @@ fn what_others_plant_is_no_claim_and_is_left_alone() {
     let home = tempfile::tempdir().unwrap();
     let claims = Claims::of_quota(home.path());
     let _claim = claims.lock().unwrap().add(&terms("a", 10)).unwrap();
-    let stem = format!(".quota-{}", dir::our_uid());
+    let stem = format!(".quota-{}", dir::outer_uid());
     let precious = home.path().join("precious");
     std::fs::write(&precious, "precious").unwrap();
     let link = home.path().join(format!("{stem}.0123456789abcdef.claim"));
