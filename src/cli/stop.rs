@@ -302,7 +302,7 @@ fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
     }
 }
 
-/// Waits until the daemon is gone: its connection closed, its process ended, its lock free.
+/// Waits until the daemon is gone: its connection closed, and its process ended or its lock free.
 fn wait_for_end(target: &Target, client: &mut Client, process: Option<OwnedFd>) -> Result<()> {
     let deadline = Instant::now() + END_TIMEOUT;
     let late = || {
@@ -314,10 +314,11 @@ fn wait_for_end(target: &Target, client: &mut Client, process: Option<OwnedFd>) 
         .hint("it may be giving back much memory; look again with 'iloader list'")
     };
     client.wait_for_end(Some(deadline)).map_err(|_| late())?;
-    if process.is_some_and(|process| !has_ended(&process, deadline)) {
-        return Err(late());
+    if let Some(process) = process {
+        // The lock went with its descriptors. Whoever has it now is another cache of that name.
+        return if has_ended(&process, deadline) { Ok(()) } else { Err(late()) };
     }
-    // Without a pidfd (Linux before 6.5) the lock tells; with one it is free by now.
+    // Without a pidfd (Linux before 6.5) the lock tells.
     let Some(path) = target.lock() else { return Ok(()) };
     while lock::is_held(&path)? {
         if is_another(target) {
