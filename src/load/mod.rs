@@ -238,7 +238,7 @@ pub fn run(
         work(start_engine());
     });
     if let Some(error) = shared.failure.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
-        return Err(error);
+        return Err(explained(error, &shared.schedule));
     }
     shared.schedule.check_sources()?;
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -247,6 +247,18 @@ pub fn run(
         cached_bytes: count(&shared.counters.cached),
         buffered_bytes: count(&shared.counters.buffered),
     })
+}
+
+/// A read that fails because its file was truncated or taken away meanwhile fails in many ways: what has changed is
+/// the reason to tell.
+fn explained(error: Error, schedule: &Schedule<'_>) -> Error {
+    if matches!(error.kind(), Kind::Cancelled | Kind::NoRoom | Kind::SourceChanged) {
+        return error;
+    }
+    match schedule.check_sources() {
+        Err(reason) if reason.kind() == Kind::SourceChanged => reason,
+        _ => error,
+    }
 }
 
 /// Files that one worker of this depth has under way at the most: one for each read in flight, and those

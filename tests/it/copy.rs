@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -387,6 +387,57 @@ fn a_source_that_changes_is_named() {
             assert_eq!(error.kind(), Kind::SourceChanged, "{how}: {error}");
             assert!(error.message().contains("f00-10000"), "{how}: {error}");
             assert_nothing_left("changing");
+        }
+    }
+}
+
+/// An engine that truncates a file before its first read begins.
+struct Truncating {
+    engine: Box<dyn Engine>,
+    path: PathBuf,
+}
+
+impl Engine for Truncating {
+    fn depth(&self) -> usize {
+        self.engine.depth()
+    }
+
+    fn submit(&mut self, read: engine::Read) -> std::result::Result<(), engine::Read> {
+        self.engine.submit(read)
+    }
+
+    fn start(&mut self) -> Result<()> {
+        File::options().write(true).open(&self.path).unwrap().set_len(5).unwrap();
+        self.engine.start()
+    }
+
+    fn reap(&mut self, completions: &mut Vec<engine::Completion>) -> Result<()> {
+        self.start()?;
+        self.engine.reap(completions)
+    }
+}
+
+/// O_DIRECT goes on at whole blocks only, so that a few bytes at the new end are read again and again.
+#[test]
+fn a_source_that_is_cut_to_a_few_bytes_before_it_is_read_has_changed() {
+    for engine in engines() {
+        for direct in [Direct::Always, Direct::Never] {
+            let directory = scratch_dir();
+            write_files(directory.path(), &[CHUNK]);
+            let selection = select(directory.path());
+            let path = selection.files[0].real.clone();
+            forget(&selection.files[0]);
+            let plan = plan::lay_out(&selection, CHUNK);
+            let options = Options { direct, ..Options::default() };
+            let settings = settings("cut", engine, memory::Choice::Memfd, options);
+            let start = || {
+                let engine = Truncating { engine: settings.engine.start()?, path: path.clone() };
+                Ok(Box::new(engine) as Box<dyn Engine>)
+            };
+            let error = memory::load_with(&plan, &selection, &settings, &start, &Meter::default());
+            let error = error.expect_err("cut");
+            assert_eq!(error.kind(), Kind::SourceChanged, "{direct:?}: {error}");
+            assert_nothing_left("cut");
         }
     }
 }
