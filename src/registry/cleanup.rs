@@ -28,7 +28,7 @@ pub fn clean_up_files(paths: &Paths, record: Option<&Record>, held: &Lock) -> Ve
     claims::sweep_promises(&paths.run_dir());
     let freed = socket.parent().map_or(Ok(Vec::new()), |directory| Claims::of_quota(directory).sweep());
     let freed = freed.unwrap_or_else(|error| vec![error.message().to_owned()]);
-    let half_written = [paths.record.as_path(), pid_file];
+    let half_written = [paths.record.as_path(), pid_file, socket];
     let half_written =
         half_written.map(|path| told("half-written files beside", path, remove_temporary_files(path)));
     let removed = [
@@ -169,7 +169,8 @@ fn remove_record(path: &Path) -> Result<bool> {
     unlink(path)
 }
 
-/// Removes what [`dir::replace_file`] left where it was killed before its rename.
+/// Removes what [`dir::replace_file`] left where it was killed before its rename, and [`dir::try_making`] before it
+/// had removed what it made.
 fn remove_temporary_files(path: &Path) -> Result<bool> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return Ok(false) };
     let failed = |cause| Error::io("read the directory", directory, &cause);
@@ -181,10 +182,18 @@ fn remove_temporary_files(path: &Path) -> Result<bool> {
     for entry in entries {
         let file = entry.map_err(failed)?.file_name();
         if dir::is_temporary_name(file.as_bytes(), name, "tmp") {
-            any |= remove_record(&directory.join(OsStr::new(&file)))?;
+            let left = directory.join(OsStr::new(&file));
+            any |= if is_socket_of_ours(&left)? { unlink(&left)? } else { remove_record(&left)? };
         }
     }
     Ok(any)
+}
+
+fn is_socket_of_ours(path: &Path) -> Result<bool> {
+    let is_one = |found: Stat| {
+        FileType::from_raw_mode(found.st_mode) == FileType::Socket && found.st_uid == dir::our_uid()
+    };
+    Ok(look_at(path)?.is_some_and(is_one))
 }
 
 fn look_at(path: &Path) -> Result<Option<Stat>> {
@@ -256,11 +265,12 @@ mod tests {
         write_pid_file(&paths.pid_file, record.pid, &paths).unwrap();
         let run = home.path().join("run");
         std::fs::write(run.join(".n.json.0123456789abcdef.tmp"), "{").unwrap();
+        drop(UnixListener::bind(run.join(".n.sock.0123456789abcdef.tmp")).unwrap());
         std::fs::write(run.join(".n.pid.0123456789abcdef.tmp"), "42").unwrap();
         std::fs::write(run.join("quota"), "foreign").unwrap();
         let lock = Lock::try_exclusive(&paths.lock).unwrap().unwrap();
         let lines = clean_up(&paths, Some(&record), &lock);
-        assert_eq!(lines.len(), 5, "{lines:?}");
+        assert_eq!(lines.len(), 6, "{lines:?}");
         assert!(lines.iter().all(|line| line.starts_with("removed the")), "{lines:?}");
         let mut left: Vec<_> = std::fs::read_dir(&run).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
