@@ -3,7 +3,7 @@
 use std::fs::{read_to_string, write};
 use std::time::Duration;
 
-use rustix::process::{getpid, getsid, setpriority_process};
+use rustix::process::setpriority_process;
 
 use crate::error::{Error, Result};
 use crate::sys::priority;
@@ -34,9 +34,9 @@ impl StandingBack {
         setpriority_process(None, NICE_LEAST)
             .map_err(|errno| Error::os("lower the CPU priority (setpriority)", &errno.into()).hint(hint))?;
         // In the foreground the session may be somebody else's, with more in it than this.
-        let is_own_session = getsid(None).is_ok_and(|session| session == getpid());
-        let group_nice_before = group_nice()
-            .filter(|nice| is_own_session && *nice < NICE_LEAST && set_group_nice(NICE_LEAST).is_ok());
+        let group_nice_before = group_nice().filter(|nice| {
+            priority::leads_its_session() && *nice < NICE_LEAST && set_group_nice(NICE_LEAST).is_ok()
+        });
         Ok(StandingBack { group_nice_before })
     }
 }

@@ -1,4 +1,4 @@
-//! Standing back behind others: the priority of a thread's I/O.
+//! Standing back behind others: the priority of a thread's I/O, and whose session it is.
 
 use std::io;
 
@@ -15,4 +15,13 @@ pub fn make_io_idle() -> io::Result<()> {
     // SAFETY: the call takes three integers, and changes nothing but a number of the calling thread.
     let result = unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_THREAD, 0, CLASS_IDLE) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether this process leads its session, and so began it.
+///
+/// The leader has no number where it lives outside of this PID namespace, as with the first process of a
+/// container: then getsid says 0, which a `Pid` of rustix can't hold.
+pub fn leads_its_session() -> bool {
+    // SAFETY: both calls take and give plain integers.
+    unsafe { libc::getsid(0) == libc::getpid() }
 }
