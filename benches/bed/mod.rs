@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use iloader::engine::{self, Read, Selected};
+use iloader::engine::{self, Direction, Selected, Transfer};
 use iloader::load::{self, Options, Watch};
 use iloader::manifest::SelectionRules;
 use iloader::memory::{self, Resident, Settings};
@@ -226,7 +226,8 @@ impl Discard {
                     got += self.reap(&mut completions, &mut in_flight)?;
                 }
                 let window = self.windows.pop().ok_or("the engine gave no buffer back")?;
-                let read = Read { token: 0, file: Arc::clone(&file), offset, window };
+                let (file, direction) = (Arc::clone(&file), Direction::Read);
+                let read = Transfer { token: 0, direction, file, offset, window };
                 self.engine.submit(read).map_err(|_| "the engine takes fewer reads than its depth")?;
                 in_flight += 1;
             }

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Completion, Engine, Read};
+use super::{Completion, Engine, Transfer};
 use crate::error::Result;
 
 /// Which faults, over all engines that share it.
@@ -48,9 +48,9 @@ impl Engine for Faulty {
         self.engine.depth()
     }
 
-    fn submit(&mut self, read: Read) -> std::result::Result<(), Read> {
+    fn submit(&mut self, transfer: Transfer) -> std::result::Result<(), Transfer> {
         if self.in_flight + self.failed.len() == self.depth() {
-            return Err(read);
+            return Err(transfer);
         }
         let number = self.faults.operations.fetch_add(1, Ordering::Relaxed) + 1;
         let fails = match self.faults.fail_at {
@@ -59,10 +59,10 @@ impl Engine for Faulty {
         };
         if fails {
             let result = Err(io::Error::from_raw_os_error(self.faults.errno));
-            self.failed.push(Completion { token: read.token, window: read.window, result });
+            self.failed.push(Completion { token: transfer.token, window: transfer.window, result });
             return Ok(());
         }
-        self.engine.submit(read)?;
+        self.engine.submit(transfer)?;
         self.in_flight += 1;
         Ok(())
     }

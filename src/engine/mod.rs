@@ -1,4 +1,4 @@
-//! HOW bytes move: reads in flight, and nothing about what they are for.
+//! HOW bytes move: reads and writes in flight, and nothing about what they are for.
 
 use std::fmt;
 
@@ -8,26 +8,26 @@ pub mod fault;
 mod threads;
 mod uring;
 
-pub use crate::sys::ring::{Completion, Read};
+pub use crate::sys::ring::{Completion, Direction, Transfer};
 
-/// Moves bytes for one thread, several reads at a time.
+/// Moves bytes for one thread, several reads and writes at a time.
 ///
 /// The contract, which every engine and every fake keeps:
 ///
-/// * A [`Read`] owns its window. It comes back exactly once, in a [`Completion`], whatever happened.
-/// * At most [`Engine::depth`] reads are in flight; a further one is given back by `submit`.
-/// * `submit` only queues. Reads start at the next `start` or `reap`, or before, and end in any order.
-/// * `reap` blocks until at least one read has ended, unless none is in flight.
-/// * A completion can be short without being wrong. 0 means that the file ended.
-/// * An error of `reap` means that the engine is broken: it is dropped, and dropping waits for the reads.
+/// * A [`Transfer`] owns its window. It comes back exactly once, in a [`Completion`], whatever happened.
+/// * At most [`Engine::depth`] transfers are in flight; a further one is given back by `submit`.
+/// * `submit` only queues. Transfers start at the next `start` or `reap`, or before, and end in any order.
+/// * `reap` blocks until at least one transfer has ended, unless none is in flight.
+/// * A completion can be short without being wrong. 0 of a read means that the file ended.
+/// * An error of `reap` means that the engine is broken: it is dropped, and dropping waits for the transfers.
 pub trait Engine {
-    /// Reads in flight at the most.
+    /// Transfers in flight at the most.
     fn depth(&self) -> usize;
 
-    /// Queues a read, or gives it back where `depth` reads are in flight.
+    /// Queues a transfer, or gives it back where `depth` of them are in flight.
     // The large error is the point: the buffer comes back.
     #[allow(clippy::result_large_err)]
-    fn submit(&mut self, read: Read) -> std::result::Result<(), Read>;
+    fn submit(&mut self, transfer: Transfer) -> std::result::Result<(), Transfer>;
 
     /// Starts what is queued, without waiting.
     fn start(&mut self) -> Result<()>;

@@ -1,20 +1,20 @@
-//! The equal fallback: `pread` on threads, where io_uring is forbidden.
+//! The equal fallback: `pread` and `pwrite` on threads, where io_uring is forbidden.
 
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use super::{Completion, Engine, Read};
+use super::{Completion, Direction, Engine, Transfer};
 use crate::error::{Error, Kind, Result};
 
-/// A reader thread needs little: its buffers are the windows.
+/// Such a thread needs little: its buffers are the windows.
 const STACK_BYTES: usize = 128 << 10;
 
-/// As many threads as reads in flight.
+/// As many threads as transfers in flight.
 pub(super) struct Threads {
     /// Dropped first: the threads end when the queue does.
-    queue: Option<Sender<Read>>,
+    queue: Option<Sender<Transfer>>,
     ended: Receiver<Completion>,
     threads: Vec<JoinHandle<()>>,
     in_flight: usize,
@@ -22,38 +22,41 @@ pub(super) struct Threads {
 
 impl Threads {
     pub(super) fn new(depth: usize) -> Result<Threads> {
-        let (queue, reads) = channel::<Read>();
+        let (queue, transfers) = channel::<Transfer>();
         let (done, ended) = channel();
-        let reads = Arc::new(Mutex::new(reads));
+        let transfers = Arc::new(Mutex::new(transfers));
         let mut engine =
             Threads { queue: Some(queue), ended, threads: Vec::with_capacity(depth), in_flight: 0 };
         for index in 0..depth {
-            let (reads, done) = (Arc::clone(&reads), done.clone());
+            let (transfers, done) = (Arc::clone(&transfers), done.clone());
             let thread = std::thread::Builder::new()
-                .name(format!("read-{index}"))
+                .name(format!("engine-{index}"))
                 .stack_size(STACK_BYTES)
-                .spawn(move || serve(&reads, &done));
+                .spawn(move || serve(&transfers, &done));
             match thread {
                 Ok(thread) => engine.threads.push(thread),
                 // Fewer threads than asked for are slower, not wrong.
                 Err(_) if !engine.threads.is_empty() => break,
-                Err(cause) => return Err(Error::spawning("start a reader thread", &cause)),
+                Err(cause) => return Err(Error::spawning("start an engine's thread", &cause)),
             }
         }
         Ok(engine)
     }
 }
 
-/// One thread's life: reads until the queue ends.
-fn serve(reads: &Mutex<Receiver<Read>>, done: &Sender<Completion>) {
+/// One thread's life: transfers until the queue ends.
+fn serve(transfers: &Mutex<Receiver<Transfer>>, done: &Sender<Completion>) {
     loop {
-        let next = match reads.lock() {
+        let next = match transfers.lock() {
             Ok(queue) => queue.recv(),
             Err(_) => return,
         };
-        let Ok(mut read) = next else { return };
-        let result = read.file.read_at(read.window.as_mut_slice(), read.offset);
-        if done.send(Completion { token: read.token, window: read.window, result }).is_err() {
+        let Ok(Transfer { token, direction, file, offset, mut window }) = next else { return };
+        let result = match direction {
+            Direction::Read => file.read_at(window.as_mut_slice(), offset),
+            Direction::Write => file.write_at(window.as_slice(), offset),
+        };
+        if done.send(Completion { token, window, result }).is_err() {
             return;
         }
     }
@@ -64,12 +67,12 @@ impl Engine for Threads {
         self.threads.len()
     }
 
-    fn submit(&mut self, read: Read) -> std::result::Result<(), Read> {
+    fn submit(&mut self, transfer: Transfer) -> std::result::Result<(), Transfer> {
         if self.in_flight == self.threads.len() {
-            return Err(read);
+            return Err(transfer);
         }
         let queue = self.queue.as_ref().expect("the queue lives as long as the engine");
-        queue.send(read).map_err(|unsent| unsent.0)?;
+        queue.send(transfer).map_err(|unsent| unsent.0)?;
         self.in_flight += 1;
         Ok(())
     }
@@ -83,7 +86,7 @@ impl Engine for Threads {
         if self.in_flight == 0 {
             return Ok(());
         }
-        let broken = |_| Error::new(Kind::Failed, "the reader threads ended unexpectedly");
+        let broken = |_| Error::new(Kind::Failed, "the engine's threads ended unexpectedly");
         let first = self.ended.recv().map_err(broken)?;
         let before = completions.len();
         completions.push(first);
@@ -116,8 +119,9 @@ mod tests {
         file.write_all(&[5; 9000]).unwrap();
         let file = Arc::new(file);
         let mut memory = Mapping::anonymous(64 << 10).unwrap();
-        let mut read = |token| Read {
+        let mut read = |token| Transfer {
             token,
+            direction: Direction::Read,
             file: Arc::clone(&file),
             offset: token * 4096,
             window: memory.split_to(4096),

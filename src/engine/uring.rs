@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::{Completion, Engine, Read};
+use super::{Completion, Direction, Engine, Transfer};
 use crate::error::{Error, Kind, Result};
 use crate::sys::ring::Ring;
 
@@ -32,16 +32,16 @@ impl Engine for Uring {
         self.ring.depth()
     }
 
-    fn submit(&mut self, read: Read) -> std::result::Result<(), Read> {
-        self.ring.push(read)
+    fn submit(&mut self, transfer: Transfer) -> std::result::Result<(), Transfer> {
+        self.ring.push(transfer)
     }
 
     fn start(&mut self) -> Result<()> {
-        self.ring.start().map_err(|cause| Error::os("submit reads to io_uring", &cause))
+        self.ring.start().map_err(|cause| Error::os("submit to io_uring", &cause))
     }
 
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<()> {
-        self.ring.reap(completions).map_err(|cause| Error::os("submit reads to io_uring", &cause))
+        self.ring.reap(completions).map_err(|cause| Error::os("submit to io_uring", &cause))
     }
 }
 
@@ -52,7 +52,7 @@ pub(super) fn probe(depth: usize) -> Result<()> {
     let doing = "read through io_uring";
     let file = std::fs::File::open("/proc/self/stat").map_err(|cause| Error::os(doing, &cause))?;
     let window = crate::sys::map::Mapping::anonymous(64).map_err(|cause| Error::os(doing, &cause))?;
-    let read = Read { token: 0, file: file.into(), offset: 0, window };
+    let read = Transfer { token: 0, direction: Direction::Read, file: file.into(), offset: 0, window };
     assert!(engine.submit(read).is_ok(), "an empty ring has room");
     let mut completions = Vec::new();
     engine.reap(&mut completions)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Options, StartEngine};
-use crate::engine::{Engine, Read};
+use crate::engine::{Direction, Engine, Transfer};
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::source::{Direct, Method, SelectedFile, SourceFile};
@@ -87,7 +87,8 @@ fn time_to_read(
             let length = read_bytes.min(PROBE_BYTES - at);
             let window = memory.split_to(length as usize);
             let file = Arc::clone(source.descriptor(method));
-            engine.submit(Read { token: 0, file, offset: offset + at, window }).ok()?;
+            let direction = Direction::Read;
+            engine.submit(Transfer { token: 0, direction, file, offset: offset + at, window }).ok()?;
             (at, in_flight) = (at + length, in_flight + 1);
         }
         engine.reap(&mut completions).ok()?;

@@ -1,6 +1,7 @@
 //! One worker: keeps its engine full of reads, resumes short ones, and hands full chunks to the sink.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use super::pages::Pages;
 use super::{Shared, Vessel, Watch};
-use crate::engine::{Completion, Engine, Read};
+use crate::engine::{Completion, Direction, Engine, Transfer};
 use crate::error::{Error, Kind, Result, shown};
 use crate::plan::Chunk;
 use crate::source::{Method, SourceFile, changed};
@@ -131,7 +132,7 @@ impl Part {
 
 /// What a worker can do next.
 enum Next {
-    Read(Read),
+    Read(Transfer),
     /// So long until it is worth asking again: the rate allows no other read yet, or no more memory may be taken.
     Wait(Duration),
     Nothing,
@@ -150,7 +151,7 @@ struct Worker<'a> {
     parts: Vec<Option<Part>>,
     in_flight: usize,
     /// Reads to be submitted before any new one: resumed and retried ones.
-    again: VecDeque<Read>,
+    again: VecDeque<Transfer>,
 }
 
 /// Works until no job is left, or somebody fails.
@@ -252,7 +253,7 @@ impl Worker<'_> {
             method,
             retries: 0,
         });
-        Ok(Next::Read(Read { token: token as u64, file, offset, window }))
+        Ok(Next::Read(read(token, file, offset, window)))
     }
 
     /// Gives huge pages to the next extents while the device works on the reads that were started: the kernel
@@ -375,7 +376,7 @@ impl Worker<'_> {
             },
         }
         let file = Arc::clone(source.descriptor(part.method));
-        self.again.push_back(Read { token: token as u64, file, offset: part.offset, window });
+        self.again.push_back(read(token, file, part.offset, window));
         Ok(())
     }
 
@@ -438,6 +439,10 @@ impl Worker<'_> {
         };
         counter.fetch_add(bytes, Ordering::Relaxed);
     }
+}
+
+fn read(token: usize, file: Arc<File>, offset: u64, window: Window) -> Transfer {
+    Transfer { token: token as u64, direction: Direction::Read, file, offset, window }
 }
 
 /// The index of an empty place; made where there is none.

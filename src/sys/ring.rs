@@ -1,4 +1,4 @@
-//! An io_uring that owns the buffers of its reads in flight.
+//! An io_uring that owns the buffers of its transfers in flight.
 
 use std::fs::File;
 use std::io;
@@ -9,41 +9,52 @@ use io_uring::{IoUring, opcode, types};
 
 use super::map::Window;
 
-/// One read: `window.len()` bytes of `file` from `offset` on, into `window`. `token` comes back with it.
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the file into the window.
+    Read,
+    /// From the window into the file.
+    Write,
+}
+
+/// One transfer: `window.len()` bytes between `window` and `file`, from `offset` on. `token` comes back with it.
 #[derive(Debug)]
-pub struct Read {
-    /// Whatever the caller tells its reads apart by.
+pub struct Transfer {
+    /// Whatever the caller tells its transfers apart by.
     pub token: u64,
-    /// What is read. Kept open until the read has ended.
+    /// Which way.
+    pub direction: Direction,
+    /// What is read or written. Kept open until the transfer has ended.
     pub file: Arc<File>,
     /// Where in the file.
     pub offset: u64,
-    /// Where to. Its length is the length of the read, at most 2 GiB - 4 KiB.
+    /// The memory. Its length is the length of the transfer, at most 2 GiB - 4 KiB.
     pub window: Window,
 }
 
-/// The end of one read. The window comes back whatever happened.
+/// The end of one transfer. The window comes back whatever happened.
 #[derive(Debug)]
 pub struct Completion {
-    /// The read's token.
+    /// The transfer's token.
     pub token: u64,
-    /// The buffer, filled as far as `result` says.
+    /// The buffer; of a read, filled as far as `result` says.
     pub window: Window,
-    /// Bytes read: fewer than asked for is normal, 0 is the end of the file.
+    /// Bytes moved: fewer than asked for is normal. 0 of a read is the end of the file.
     pub result: io::Result<usize>,
 }
 
-/// A ring for one thread. Dropping it waits for the reads in flight.
+/// A ring for one thread. Dropping it waits for the transfers in flight.
 pub struct Ring {
-    // Dropped first, after `drop` has reaped every read: the kernel then holds no pointer into a slot.
+    // Dropped first, after `drop` has reaped every transfer: the kernel then holds no pointer into a slot.
     ring: IoUring,
-    /// The reads that the kernel may still be writing for, by `user_data`.
-    slots: Vec<Option<Read>>,
+    /// The transfers whose memory the kernel may still be using, by `user_data`.
+    slots: Vec<Option<Transfer>>,
     free: Vec<usize>,
 }
 
 impl Ring {
-    /// A ring for `depth` reads in flight, to be used by this thread alone. An error where the kernel or
+    /// A ring for `depth` transfers in flight, to be used by this thread alone. An error where the kernel or
     /// its security policy does not permit io_uring.
     pub fn new(depth: usize) -> io::Result<Ring> {
         let entries = u32::try_from(depth).ok().filter(|entries| (1..=4096).contains(entries));
@@ -58,26 +69,32 @@ impl Ring {
         Ok(Ring { ring, slots: (0..depth).map(|_| None).collect(), free: (0..depth).rev().collect() })
     }
 
-    /// Reads in flight at the most.
+    /// Transfers in flight at the most.
     pub fn depth(&self) -> usize {
         self.slots.len()
     }
 
-    /// Reads in flight.
+    /// Transfers in flight.
     pub fn in_flight(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Queues a read; the kernel sees it at the next [`Ring::reap`]. Gives it back where the ring is full.
-    pub fn push(&mut self, read: Read) -> Result<(), Read> {
-        let Some(slot) = self.free.pop() else { return Err(read) };
-        let length = u32::try_from(read.window.len()).expect("a read is shorter than 4 GiB");
-        let descriptor = types::Fd(read.file.as_raw_fd());
-        let entry = opcode::Read::new(descriptor, read.window.address(), length)
-            .offset(read.offset)
-            .build()
-            .user_data(slot as u64);
-        self.slots[slot] = Some(read);
+    /// Queues a transfer; the kernel sees it at the next [`Ring::reap`]. Gives it back where the ring is full.
+    // The large error is the point: the buffer comes back.
+    #[allow(clippy::result_large_err)]
+    pub fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
+        let Some(slot) = self.free.pop() else { return Err(transfer) };
+        let length = u32::try_from(transfer.window.len()).expect("a transfer is shorter than 4 GiB");
+        let descriptor = types::Fd(transfer.file.as_raw_fd());
+        let address = transfer.window.address();
+        let entry = match transfer.direction {
+            Direction::Read => opcode::Read::new(descriptor, address, length).offset(transfer.offset).build(),
+            Direction::Write => {
+                opcode::Write::new(descriptor, address, length).offset(transfer.offset).build()
+            }
+        };
+        let entry = entry.user_data(slot as u64);
+        self.slots[slot] = Some(transfer);
         // SAFETY: the entry's buffer is the memory of a Window that now stays in `slots` until its
         // completion is reaped (or for ever, see `drop`), so that it is mapped and nobody else touches
         // it; its file stays open for the same reason.
@@ -98,7 +115,7 @@ impl Ring {
         }
     }
 
-    /// Submits what was queued in one call, waits for at least one completion where any read is in
+    /// Submits what was queued in one call, waits for at least one completion where any transfer is in
     /// flight, and appends all that have ended to `completions`.
     pub fn reap(&mut self, completions: &mut Vec<Completion>) -> io::Result<()> {
         let wanted = usize::from(self.in_flight() > 0);
@@ -120,13 +137,13 @@ impl Ring {
         }
         for entry in self.ring.completion() {
             let slot = entry.user_data() as usize;
-            let read = self.slots[slot].take().expect("a completion belongs to a read in flight");
+            let transfer = self.slots[slot].take().expect("a completion belongs to a transfer in flight");
             self.free.push(slot);
             let result = match entry.result() {
                 bytes if bytes >= 0 => Ok(bytes as usize),
                 errno => Err(io::Error::from_raw_os_error(-errno)),
             };
-            completions.push(Completion { token: read.token, window: read.window, result });
+            completions.push(Completion { token: transfer.token, window: transfer.window, result });
         }
         Ok(())
     }
@@ -137,7 +154,7 @@ impl Drop for Ring {
         let mut completions = Vec::new();
         while self.in_flight() > 0 {
             if self.reap(&mut completions).is_err() {
-                // The kernel may still write to these buffers: they are given up rather than reused.
+                // The kernel may still use these buffers: they are given up rather than reused.
                 self.slots.drain(..).for_each(std::mem::forget);
                 return;
             }
@@ -163,10 +180,25 @@ mod tests {
         let mut memory = Mapping::anonymous(64 << 10).unwrap();
         for token in 0..4 {
             let window = memory.split_to(4096);
-            ring.push(Read { token, file: Arc::clone(&file), offset: token * 4096, window }).unwrap();
+            ring.push(Transfer {
+                token,
+                direction: Direction::Read,
+                file: Arc::clone(&file),
+                offset: token * 4096,
+                window,
+            })
+            .unwrap();
         }
         let window = memory.split_to(1);
-        let back = ring.push(Read { token: 9, file: Arc::clone(&file), offset: 0, window }).unwrap_err();
+        let back = ring
+            .push(Transfer {
+                token: 9,
+                direction: Direction::Read,
+                file: Arc::clone(&file),
+                offset: 0,
+                window,
+            })
+            .unwrap_err();
         assert_eq!((back.token, back.window.len()), (9, 1));
         let mut done = Vec::new();
         while ring.in_flight() > 0 {
@@ -184,7 +216,7 @@ mod tests {
         let (reader, mut writer) = std::io::pipe().unwrap();
         let file = Arc::new(File::from(std::os::fd::OwnedFd::from(reader)));
         let window = Mapping::anonymous(4096).unwrap();
-        ring.push(Read { token: 1, file, offset: u64::MAX, window }).unwrap();
+        ring.push(Transfer { token: 1, direction: Direction::Read, file, offset: u64::MAX, window }).unwrap();
         let writer = std::thread::spawn(move || {
             std::thread::sleep(std::time::Duration::from_millis(20));
             writer.write_all(b"late").unwrap();

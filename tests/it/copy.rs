@@ -402,7 +402,7 @@ impl Engine for Truncating {
         self.engine.depth()
     }
 
-    fn submit(&mut self, read: engine::Read) -> std::result::Result<(), engine::Read> {
+    fn submit(&mut self, read: engine::Transfer) -> std::result::Result<(), engine::Transfer> {
         self.engine.submit(read)
     }
 
