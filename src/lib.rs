@@ -46,6 +46,7 @@ pub mod readers;
 pub mod engine;
 pub mod load;
 
+pub mod disk;
 pub mod memory;
 
 pub mod registry;

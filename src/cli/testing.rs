@@ -98,6 +98,7 @@ impl Facts {
             mtime: identity.mtime_rfc3339(),
             device: identity.device,
             inode: identity.inode,
+            sha256: None,
             passthrough: false,
         };
         Manifest {

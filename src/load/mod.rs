@@ -1,5 +1,6 @@
 //! MOVING bytes: the only copy loop. It takes windows from a sink empty and gives them back full.
 
+pub mod digest;
 mod pages;
 pub mod placement;
 mod probe;
@@ -12,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
+use crate::manifest::Digest;
 use crate::plan::{Chunk, Plan, SMALL_BYTES_MAX};
 use crate::source::{Direct, SelectedFile};
 use crate::sys::map::Window;
@@ -86,16 +88,27 @@ impl Options {
 
 /// Where the bytes of a plan go. Called by several workers at once.
 ///
-/// For every chunk the loop calls `open` once and then `filled` once, unless the load fails: then windows
-/// that are out are dropped.
+/// For every chunk the loop calls `open` until it gets a window, and then `filled` once, unless the load fails: then
+/// windows that are out are dropped. One worker opens the chunks of a job in their order.
 pub trait Sink: Sync {
     /// The empty window for a chunk. Its length is the chunk's, rounded up to whole pages, and its address
-    /// is that of a page.
-    fn open(&self, chunk: &Chunk) -> Result<Vessel>;
+    /// is that of a page. `None`: not now, because all windows are out; the worker asks again when it has got on
+    /// with those that it has, and calls `wait_for_room` where it has none.
+    fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>>;
+
+    /// Waits until `open` may have a window, or for a moment: whoever waits looks between whether the load was
+    /// cancelled. Called by a worker that holds no window.
+    fn wait_for_room(&self) {}
 
     /// Takes the chunk's window back, full; the bytes behind the chunk's end are zero. `huge_bytes` of it
     /// are on huge pages.
     fn filled(&self, chunk: &Chunk, window: Window, huge_bytes: u64) -> Result<()>;
+
+    /// The digest of a target is known: called where the bytes are hashed, just before the target's last chunk is
+    /// handed over by `filled`.
+    fn digested(&self, _target: usize, _digest: Digest) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// What a sink gives to be filled.

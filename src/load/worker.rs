@@ -130,11 +130,23 @@ impl Part {
     }
 }
 
+/// What came of opening the next chunk.
+#[derive(PartialEq, Eq)]
+enum Opened {
+    Yes,
+    /// The sink has no window for it now.
+    NoRoom,
+    /// No job is left.
+    NoJob,
+}
+
 /// What a worker can do next.
 enum Next {
     Read(Transfer),
     /// So long until it is worth asking again: the rate allows no other read yet, or no more memory may be taken.
     Wait(Duration),
+    /// The sink has no window now.
+    NoRoom,
     Nothing,
 }
 
@@ -144,6 +156,8 @@ struct Worker<'a> {
     engine: Box<dyn Engine>,
     pages: Pages,
     job: Range<usize>,
+    /// The chunk that there was no room for.
+    unopened: Option<usize>,
     /// The chunks that are being cut into reads, in order: the first one, and the one after it where its huge
     /// pages are being prepared already.
     cutting: VecDeque<usize>,
@@ -162,6 +176,7 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
         engine,
         pages: Pages::new(shared.placement),
         job: 0..0,
+        unopened: None,
         cutting: VecDeque::with_capacity(CHUNKS_OPEN_MAX),
         active: Vec::new(),
         parts: (0..depth).map(|_| None).collect(),
@@ -170,10 +185,13 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
     };
     let mut completions = Vec::with_capacity(depth);
     while !shared.stopped() {
-        let wait = worker.fill_engine()?;
+        let next = worker.fill_engine()?;
         if worker.in_flight == 0 {
-            let Some(wait) = wait else { break };
-            std::thread::sleep(wait.min(SLEEP_MAX));
+            match next {
+                Next::Wait(wait) => std::thread::sleep(wait.min(SLEEP_MAX)),
+                Next::NoRoom => shared.sink.wait_for_room(),
+                Next::Read(_) | Next::Nothing => break,
+            }
             continue;
         }
         worker.engine.start()?;
@@ -188,29 +206,31 @@ pub(super) fn work(shared: &Shared<'_>, engine: Box<dyn Engine>) -> Result<()> {
 }
 
 impl Worker<'_> {
-    /// Submits reads until the engine is full or nothing is left. Where no more may be read or taken for now, tells
-    /// how long to wait.
-    fn fill_engine(&mut self) -> Result<Option<Duration>> {
+    /// Submits reads until the engine is full, or tells why there is no other one now.
+    fn fill_engine(&mut self) -> Result<Next> {
         while self.in_flight < self.parts.len() {
             let read = match self.again.pop_front() {
                 Some(read) => read,
                 None => match self.next_read()? {
                     Next::Read(read) => read,
-                    Next::Wait(wait) => return Ok(Some(wait)),
-                    Next::Nothing => break,
+                    none => return Ok(none),
                 },
             };
             let submitted = self.engine.submit(read);
             assert!(submitted.is_ok(), "an engine takes as many reads as its depth");
             self.in_flight += 1;
         }
-        Ok(None)
+        Ok(Next::Nothing)
     }
 
     /// Cuts the next part off the current chunk, going on to the next chunk and job where it is used up.
     fn next_read(&mut self) -> Result<Next> {
-        if self.cutting.is_empty() && !self.open_chunk()? {
-            return Ok(Next::Nothing);
+        if self.cutting.is_empty() {
+            match self.open_chunk()? {
+                Opened::Yes => {}
+                Opened::NoRoom => return Ok(Next::NoRoom),
+                Opened::NoJob => return Ok(Next::Nothing),
+            }
         }
         let slot = self.cutting[0];
         let active = self.active[slot].as_mut().expect("the chunk that is cut is active");
@@ -284,19 +304,19 @@ impl Worker<'_> {
                         break;
                     }
                 }
-                None if self.cutting.len() < CHUNKS_OPEN_MAX && self.open_chunk()? => {}
+                None if self.cutting.len() < CHUNKS_OPEN_MAX && self.open_chunk()? == Opened::Yes => {}
                 None => break,
             }
         }
         Ok(())
     }
 
-    /// Opens the next chunk, to be cut after those that are; false where no job is left.
-    fn open_chunk(&mut self) -> Result<bool> {
-        let index = match self.job.next() {
+    /// Opens the next chunk, to be cut after those that are.
+    fn open_chunk(&mut self) -> Result<Opened> {
+        let index = match self.unopened.take().or_else(|| self.job.next()) {
             Some(index) => index,
             None => {
-                let Some(mut job) = self.shared.schedule.take_job() else { return Ok(false) };
+                let Some(mut job) = self.shared.schedule.take_job() else { return Ok(Opened::NoJob) };
                 let first = job.next().expect("a job has a chunk");
                 self.job = job;
                 first
@@ -304,7 +324,10 @@ impl Worker<'_> {
         };
         let chunk = self.shared.plan.chunks[index];
         let (source, prefer_buffered) = self.shared.schedule.source(chunk.source)?;
-        let Vessel { window, collapse } = self.shared.sink.open(&chunk)?;
+        let Some(Vessel { window, collapse }) = self.shared.sink.open(&chunk)? else {
+            self.unopened = Some(index);
+            return Ok(Opened::NoRoom);
+        };
         assert_eq!(window.len() as u64, chunk.bytes.next_multiple_of(PAGE_BYTES), "a window fits its chunk");
         let slot = free_slot(&mut self.active);
         self.active[slot] = Some(Active {
@@ -321,7 +344,7 @@ impl Worker<'_> {
             parts_filled: 0,
         });
         self.cutting.push_back(slot);
-        Ok(true)
+        Ok(Opened::Yes)
     }
 
     /// Takes one completion: done, to be resumed, to be retried, or an error.

@@ -131,7 +131,7 @@ impl<'a> Filling<'a> {
 }
 
 impl Sink for Filling<'_> {
-    fn open(&self, chunk: &Chunk) -> Result<Vessel> {
+    fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>> {
         let mut target = lock(&self.targets[chunk.target]);
         if matches!(*target, Target::Untouched) {
             *target = Target::Open(self.open_target(chunk.target)?);
@@ -139,12 +139,12 @@ impl Sink for Filling<'_> {
         let Target::Open(open) = &mut *target else { panic!("a sealed segment has no chunk left") };
         if open.windows.is_empty() {
             drop(target);
-            return Ok(Vessel { window: self.buffer_window(chunk.bytes)?, collapse: false });
+            return Ok(Some(Vessel { window: self.buffer_window(chunk.bytes)?, collapse: false }));
         }
         let chunks = &self.plan.chunks[open.first_chunk..][..open.windows.len()];
         let index = chunks.partition_point(|other| other.to < chunk.to);
         let window = open.windows[index].take().expect("a chunk is opened once");
-        Ok(Vessel { window, collapse: true })
+        Ok(Some(Vessel { window, collapse: true }))
     }
 
     fn filled(&self, chunk: &Chunk, window: Window, huge_bytes: u64) -> Result<()> {

@@ -124,6 +124,7 @@ impl From<&SelectedFile> for FileEntry {
             mtime: file.identity.mtime_rfc3339(),
             device: file.identity.device,
             inode: file.identity.inode,
+            sha256: None,
             passthrough: file.passthrough,
         }
     }
@@ -412,6 +413,7 @@ mod tests {
                     mtime: identity.mtime_rfc3339(),
                     device: identity.device,
                     inode: identity.inode,
+                    sha256: None,
                     passthrough: false,
                 };
                 prop_assert_eq!(Identity::of_entry(&entry), Some(identity));

@@ -34,9 +34,16 @@ const ROWS: &[(u32, &str, &[&str])] = &[
     (2, "plan", &["error", "units", "manifest", "source"]),
     (2, "tensor", &["error", "units", "manifest", "source", "plan"]),
     (3, "engine", &["error", "units", "sys"]),
-    (4, "load", &["error", "units", "sys", "source", "plan", "engine"]),
+    (4, "load", &["error", "units", "manifest", "sys", "source", "plan", "engine"]),
     (5, "memory", &["error", "units", "manifest", "sys", "source", "plan", "engine", "load", "budget"]),
-    (5, "disk", &["error", "units", "manifest", "sys", "source", "plan", "engine", "load", "budget"]),
+    (
+        5,
+        "disk",
+        &[
+            "error", "units", "manifest", "sys", "source", "hub", "registry", "budget", "gc", "readers",
+            "plan", "engine", "load",
+        ],
+    ),
     (
         6,
         "view",

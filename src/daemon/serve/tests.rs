@@ -151,6 +151,7 @@ fn loaded(files: usize, keep: Segments) -> Loaded {
         mtime: "2026-01-01T00:00:00.000000000Z".to_owned(),
         device: 1,
         inode: number as u64,
+        sha256: None,
         passthrough: false,
     };
     let files: Vec<FileEntry> = (0..files).map(entry).collect();
