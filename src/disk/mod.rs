@@ -12,6 +12,8 @@ pub mod manifest;
 mod removal;
 pub mod store;
 pub mod sums;
+#[cfg(test)]
+pub(crate) mod testing;
 mod tree;
 pub mod verify;
 
