@@ -505,7 +505,7 @@ mod tests {
         symlink(&elsewhere, &path).unwrap();
         refused(generation.path(), Kind::Verification, "manifest");
         std::fs::remove_file(&path).unwrap();
-        std::fs::write(&path, &text.replace("\"schema\": 1", "\"schema\": 1, \"later\": true")).unwrap();
+        std::fs::write(&path, text.replace("\"schema\": 1", "\"schema\": 1, \"later\": true")).unwrap();
         Generation::open(generation.path()).unwrap();
         std::fs::rename(root.path("m@1/.iloader"), root.beside("ours")).unwrap();
         symlink(root.beside("ours"), root.path("m@1/.iloader")).unwrap();

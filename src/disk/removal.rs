@@ -366,6 +366,37 @@ mod tests {
     }
 
     #[test]
+    fn a_root_that_cannot_be_written_can_be_used() {
+        if rustix::process::geteuid().is_root() {
+            return crate::skipped("modes do not bind root");
+        }
+        let root = Root::new();
+        let generation = root.add("m", 1, &[("f", b"1")]);
+        drop(root.store.try_lock_name(generation.name()).unwrap().unwrap());
+        let set = |mode| {
+            for path in [root.path(".iloader"), root.path("m@1/.iloader"), root.path("m@1"), root.path("")] {
+                std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+            }
+        };
+        set(0o555);
+        let store = Store::open(root.store.root()).unwrap();
+        let found = store.newest(generation.name()).unwrap().unwrap();
+        let lease = found.lease().unwrap();
+        assert!(found.is_leased().unwrap());
+        found.mark_used();
+        assert_eq!(found.last_used().to_string(), found.manifest().created);
+        drop(lease);
+        let lock = store.try_lock_name(found.name()).unwrap().unwrap();
+        drop(lock);
+        let error = store.try_lock_name(&"other".parse().unwrap()).unwrap_err();
+        assert!(error.message().contains("permission denied"), "{error}");
+        assert!(store.remove(&found).unwrap_err().message().contains("permission denied"));
+        found.selection(&[]).unwrap();
+        set(0o755);
+        store.remove(&found).unwrap();
+    }
+
+    #[test]
     fn a_lock_is_waited_for_until_it_is_free_or_nobody_wants_it() {
         let root = Root::new();
         let name: Name = "m".parse().unwrap();
