@@ -3,19 +3,26 @@
 //! `docs/on-disk-format.md` says what is where, and what each crash leaves.
 
 pub mod build;
+mod copy;
 pub mod format;
 pub mod generation;
 mod holders;
 pub mod journal;
 pub mod lock;
 pub mod manifest;
+mod medium;
+mod pieces;
 mod removal;
+mod reuse;
+mod room;
+mod staging;
 pub mod store;
 pub mod sums;
 #[cfg(test)]
 pub(crate) mod testing;
 mod tree;
 pub mod verify;
+mod writer;
 
 pub use build::{Built, Request, build};
 pub use generation::{Generation, Lease};
