@@ -11,6 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Kind, Result, shown};
+use crate::manifest::Digest;
 
 /// A directory that exists, to select a model's files from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,6 +176,34 @@ fn snapshot_label(root: &Path) -> Option<String> {
     let snapshots = root.parent()?;
     let folder = snapshots.parent()?.file_name()?.to_str()?;
     (snapshots.file_name()? == "snapshots").then(|| folder.strip_prefix("models--"))?.map(str::to_owned)
+}
+
+/// The digest that the hub gave a file of a hub cache: the name of its blob, for a large file the SHA-256 of its bytes.
+/// `None` for small files, whose names are Git's, and for files of no hub cache. `real` is the path without links.
+pub fn blob_digest(real: &Path) -> Option<Digest> {
+    let blobs = real.parent().filter(|blobs| blobs.file_name() == Some(OsStr::new("blobs")))?;
+    let folder = blobs.parent()?.file_name()?.as_bytes();
+    let is_hub = FOLDERS.iter().any(|kind| folder.starts_with(kind.as_bytes()));
+    real.file_name()?.to_str()?.parse().ok().filter(|_| is_hub)
+}
+
+/// What a hub cache calls its folders, each followed by `org--name`.
+const FOLDERS: [&str; 2] = ["models--", "datasets--"];
+
+/// Whether two model directories, resolved through links, are one source: the same directory, or the same place in two
+/// snapshots of one model of one hub cache. A new revision is the same model.
+pub fn same_source(a: &Path, b: &Path) -> bool {
+    let in_snapshot = |path: &Path| {
+        let commit = path.ancestors().find(|at| {
+            let snapshots = at.parent().filter(|parent| parent.file_name() == Some(OsStr::new("snapshots")));
+            let folder = snapshots.and_then(Path::parent).and_then(Path::file_name);
+            folder.is_some_and(|folder| {
+                FOLDERS.iter().any(|kind| folder.as_bytes().starts_with(kind.as_bytes()))
+            })
+        })?;
+        Some((commit.parent()?.to_owned(), path.strip_prefix(commit).ok()?.to_owned()))
+    };
+    a == b || in_snapshot(a).is_some_and(|place| in_snapshot(b) == Some(place))
 }
 
 /// `org/name@revision`, taken apart.
@@ -626,5 +655,41 @@ mod tests {
         let homeless = Surroundings { current_directory: Some(sandbox.path("here")), ..bare };
         let error = resolve_in(Path::new("org/name"), &homeless).unwrap_err();
         assert!(error.message().contains("no home"), "{error}");
+    }
+
+    #[test]
+    fn a_large_blob_is_named_by_its_digest() {
+        let digest = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let git = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391";
+        let found = |folder: &str, name: &str| blob_digest(&Path::new("/hub").join(folder).join(name));
+        assert_eq!(found("models--o--m/blobs", digest).unwrap().to_string(), digest);
+        assert!(found("datasets--o--d/blobs", digest).is_some());
+        for (folder, name) in [
+            ("models--o--m/blobs", git),
+            ("models--o--m/blobs", &digest.to_uppercase()),
+            ("models--o--m/blobs", &format!("{digest}.incomplete")),
+            ("models--o--m/snapshots", digest),
+            ("other/blobs", digest),
+            ("blobs", digest),
+        ] {
+            assert_eq!(found(folder, name), None, "{folder}/{name}");
+        }
+        assert_eq!(blob_digest(Path::new("/")), None);
+    }
+
+    #[test]
+    fn revisions_of_a_model_are_one_source() {
+        let same = |a: &str, b: &str| {
+            assert_eq!(same_source(Path::new(a), Path::new(b)), same_source(Path::new(b), Path::new(a)));
+            same_source(Path::new(a), Path::new(b))
+        };
+        assert!(same("/models/m", "/models/m"));
+        assert!(!same("/models/m", "/models/n"));
+        assert!(same("/h/models--o--m/snapshots/aa", "/h/models--o--m/snapshots/bb"));
+        assert!(same("/h/models--o--m/snapshots/aa/sub", "/h/models--o--m/snapshots/bb/sub"));
+        assert!(!same("/h/models--o--m/snapshots/aa/sub", "/h/models--o--m/snapshots/bb"));
+        assert!(!same("/h/models--o--m/snapshots/aa", "/h/models--o--n/snapshots/aa"));
+        assert!(!same("/h/models--o--m/snapshots/aa", "/g/models--o--m/snapshots/aa"));
+        assert!(!same("/h/m/snapshots/aa", "/h/m/snapshots/bb"));
     }
 }
