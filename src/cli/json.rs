@@ -9,6 +9,7 @@ use crate::control::message::{LeaseInfo, ReaderInfo, State, Status};
 use crate::disk;
 use crate::error::Result;
 use crate::failure::Failure;
+use crate::manifest::Manifest;
 use crate::source::{self, SelectedFile, advice};
 
 /// One cache, as far as it is known.
@@ -57,6 +58,15 @@ pub(super) struct StatusAnswer<'a> {
     pub(super) unseen: Option<&'a [LeaseInfo]>,
     /// How many of other users cannot be looked into; null as above.
     pub(super) unseen_of_others: Option<u64>,
+}
+
+/// The answer of `manifest`.
+#[derive(Debug, Serialize)]
+pub(super) struct ManifestAnswer<'a> {
+    #[serde(flatten)]
+    pub(super) manifest: &'a Manifest,
+    /// What the bytes were read from; null: the source itself.
+    pub(super) generation: Option<&'a str>,
 }
 
 /// The answer of `list`.

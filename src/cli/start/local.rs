@@ -49,7 +49,8 @@ impl StandIn {
 impl LocalCache {
     /// What was asked for; `None`: nothing.
     pub(super) fn of(args: &StartArgs, base: &BaseDir) -> Result<Option<LocalCache>> {
-        let LocalCacheArgs { local_cache, cache_root, cache_name, refresh_cache, cache_workers } = &args.local;
+        let LocalCacheArgs { local_cache, cache_root, cache_name, refresh_cache, cache_workers } =
+            &args.local;
         if !local_cache {
             return Ok(None);
         }
@@ -164,7 +165,9 @@ fn is_meant(argument: &Path, source: &Path) -> bool {
         if resolved == source {
             return true;
         }
-        let (Ok(target), Some(parent)) = (std::fs::read_link(&resolved), resolved.parent()) else { return false };
+        let (Ok(target), Some(parent)) = (std::fs::read_link(&resolved), resolved.parent()) else {
+            return false;
+        };
         path = parent.join(target);
     }
     false
@@ -187,7 +190,8 @@ fn snapshot_label(source: &Path) -> Option<&str> {
 /// What the directory is called, as if it could be looked at: see [`ModelDir::label`].
 fn label(argument: &Path, source: &Path) -> String {
     let own = source.file_name();
-    let given = argument.file_name().filter(|given| Some(*given) != own && !is_model_of_hub(argument, source));
+    let given =
+        argument.file_name().filter(|given| Some(*given) != own && !is_model_of_hub(argument, source));
     let text = |name: &std::ffi::OsStr| name.to_string_lossy().into_owned();
     let by_itself = || snapshot_label(source).map(str::to_owned).or_else(|| own.map(text));
     given.map(text).or_else(by_itself).unwrap_or_else(|| "model".to_owned())
