@@ -227,7 +227,6 @@ impl Sink for Filling<'_> {
 
     /// Called before the last chunk is handed over: a file that is another is never sealed.
     fn digested(&self, target: usize, digest: Digest) -> Result<()> {
-        crash::point("file-hashed");
         let file = self.plan.targets[target].file;
         self.hashing.map_or(Ok(()), |hashing| hashing.check(file, &self.files[file].path, digest))
     }

@@ -9,6 +9,7 @@ mod crash;
 mod crowd;
 mod dead;
 mod decoders;
+mod digests;
 mod disk_full;
 mod file_systems;
 mod hangs;
