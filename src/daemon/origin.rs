@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::disk::{Generation, Lease};
 use crate::error::{Error, Kind, Result, shown};
+use crate::hub;
 use crate::manifest::{Digest, SelectionRules};
 use crate::memory::Hashing;
 use crate::source::{self, SelectedFile, Selection, advice};
@@ -98,7 +99,7 @@ impl Origin {
 /// What the names of a hub cache say of the files of a selection; of a passed-through one, whose bytes are not
 /// loaded, nothing.
 pub fn of_hub(source: &Selection) -> Vec<Option<Digest>> {
-    let digest = |file: &SelectedFile| blob_digest(&file.real).filter(|_| !file.passthrough);
+    let digest = |file: &SelectedFile| hub::blob_digest(&file.real).filter(|_| !file.passthrough);
     source.files.iter().map(digest).collect()
 }
 
@@ -134,9 +135,4 @@ fn stood_for(
         warnings: advice::warnings(files),
         ..noted
     })
-}
-
-fn blob_digest(real: &Path) -> Option<Digest> {
-    let name = real.file_name()?.to_str()?;
-    (real.parent()?.file_name()? == "blobs").then(|| name.parse().ok())?
 }

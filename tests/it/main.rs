@@ -18,6 +18,7 @@ mod havoc;
 mod immutable;
 mod leases;
 mod limits;
+mod local_cache;
 mod main_job;
 mod make_model;
 mod memory;
