@@ -79,7 +79,7 @@ pub(crate) fn cache(args: &CacheArgs) -> Result<()> {
     signals::ignore(libc::SIGXFSZ);
     limits::raise_descriptors(DESCRIPTORS_OWN)?;
     let model = hub::resolve(&args.model_dir)?;
-    let name = root::name_of(args.name.as_ref(), &model)?;
+    let name = root::name_of(args.name.as_ref(), &model);
     let selection = source::select(&model.root, &args.files.rules())?;
     let engine = Selected::probe(engine::Choice::from_name(&args.engine)?, None)?;
     let store = Root::make(&args.root, &model.root)?;

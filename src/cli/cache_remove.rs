@@ -46,6 +46,9 @@ pub(crate) fn cache_remove(args: &CacheRemoveArgs) -> Result<()> {
     for generation in listing.generations.iter().filter(|one| wanted.has(one.path())) {
         outcome.add(generation.path(), store.remove(generation));
     }
+    for unreadable in listing.unreadable.iter().filter(|one| wanted.has(&one.path)) {
+        outcome.add(&unreadable.path, store.remove_unreadable(unreadable));
+    }
     if wanted.number.is_none() {
         remove_leftovers(&store, &listing, &wanted.name, &mut outcome);
     }

@@ -61,7 +61,7 @@ enum State {
 pub(crate) fn cache_status(args: &CacheStatusArgs) -> Result<u8> {
     let root = Root::find(&args.root)?;
     let source = Source::look(&args.model_dir, &args.files.rules())?;
-    let name = root::name_of(args.name.as_ref(), &source.model)?;
+    let name = root::name_of(args.name.as_ref(), &source.model);
     let generation = match root.open()? {
         Some(store) => store.newest(&name)?,
         None => None,

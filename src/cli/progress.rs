@@ -437,7 +437,7 @@ mod tests {
         bar.finish();
         assert_eq!(
             world.text(),
-            "loading qwen: 2.0 GiB of 16.0 GiB (12 %), 1.0 GiB/s read, 512.0 MiB/s written, 14 s left\n\
+            "loading qwen: 2.0 GiB of 16.0 GiB (12 %), 1.0 GiB/s read, 512 MiB/s written, 14 s left\n\
              loading qwen: 2.5 GiB in 2.5 s (1.0 GiB/s)\n"
         );
     }

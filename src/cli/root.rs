@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::args::RootArgs;
 use super::output;
 use super::target;
-use crate::disk::Store;
+use crate::disk::{self, Store};
 use crate::error::{Error, Kind, Result, shown};
 use crate::hub::ModelDir;
 use crate::registry::{BaseDir, Environment, Name};
@@ -13,9 +13,6 @@ use crate::view;
 
 /// The option that names it.
 const OPTION: &str = "--cache-root";
-
-/// Where in BASE it is by default.
-const IN_BASE: &str = "model-cache";
 
 /// A directory of generations, which need not exist.
 #[derive(Clone, Debug)]
@@ -43,7 +40,7 @@ impl Root {
 
     /// The one of a BASE.
     pub(super) fn in_base(base: &BaseDir) -> Root {
-        Root { path: base.path().join(IN_BASE), is_private: true }
+        Root { path: base.model_cache_dir(), is_private: true }
     }
 
     /// Makes what `args` name, apart from `source`: nothing is made before that is known.
@@ -96,12 +93,6 @@ impl Root {
 }
 
 /// The name of a model's generations: the one given, else that of its directory.
-pub(super) fn name_of(given: Option<&Name>, model: &ModelDir) -> Result<Name> {
-    match given {
-        Some(name) => Ok(name.clone()),
-        None => model.label.parse().map_err(|error: Error| {
-            Error::new(Kind::Usage, format!("{} gives no name for its generations", shown(&model.root)))
-                .hint(format!("choose one with --name NAME: {}", error.hint_text().unwrap_or_default()))
-        }),
-    }
+pub(super) fn name_of(given: Option<&Name>, model: &ModelDir) -> Name {
+    given.cloned().unwrap_or_else(|| disk::default_name(model))
 }

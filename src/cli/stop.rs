@@ -146,8 +146,15 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
         }
         Standing::Alive => {}
     }
-    let mut client = target.connect()?;
-    let status = status_of(target, &mut client)?;
+    let (client, status) = match ask_status(target) {
+        // It ended since its registration was looked at.
+        Err(error) if error.kind() == Kind::NotFound => {
+            return clean_up_killed(target, args.remove_view)?
+                .map(|lines| killed(target, &lines))
+                .ok_or(error);
+        }
+        asked => asked?,
+    };
     if args.wait.is_some() && !args.force {
         note_uses(target, &status);
     }
@@ -158,13 +165,14 @@ fn stop_one(target: &Target, args: &StopArgs) -> Result<String> {
     };
     let holders = end(target, client, &manner, answer_deadline(args))?;
     if let Some(lines) = clean_up_killed(target, args.remove_view)? {
-        return Ok(format!(
-            "the daemon of {} was killed before it stopped; cleaned up: {}",
-            target.label(),
-            lines.join(", ")
-        ));
+        return Ok(killed(target, &lines));
     }
     Ok(stopped(target, &status, holders.as_deref(), args.force))
+}
+
+fn killed(target: &Target, lines: &[String]) -> String {
+    let lines = lines.join(", ");
+    format!("the daemon of {} was killed before it stopped; cleaned up: {lines}", target.label())
 }
 
 /// Cleans up what stays of a daemon that has ended, where it did not end in order: its registration then still
@@ -295,9 +303,10 @@ fn answer_deadline(args: &StopArgs) -> Option<Instant> {
     Instant::now().checked_add(args.answer.timeout + wait + LOOK_MAX)
 }
 
-fn status_of(target: &Target, client: &mut Client) -> Result<Box<Status>> {
+fn ask_status(target: &Target) -> Result<(Client, Box<Status>)> {
+    let mut client = target.connect()?;
     match client.request(Operation::Status {})? {
-        Reply::Status(status) => Ok(status),
+        Reply::Status(status) => Ok((client, status)),
         other => Err(target.unexpected(&other)),
     }
 }

@@ -3,17 +3,24 @@
 //! `docs/on-disk-format.md` says what is where, and what each crash leaves.
 
 pub mod build;
+mod copy;
 pub mod format;
 pub mod generation;
 mod holders;
 pub mod journal;
 pub mod lock;
 pub mod manifest;
+mod medium;
+mod pieces;
 mod removal;
+mod reuse;
+mod room;
+mod staging;
 pub mod store;
 pub mod sums;
 mod tree;
 pub mod verify;
+mod writer;
 
 pub use build::{Built, Request, build};
 pub use generation::{Generation, Lease};

@@ -83,6 +83,20 @@ fn a_stop_cleans_up_after_a_daemon_that_is_killed_while_it_waits() {
 }
 
 #[test]
+fn a_stop_cleans_up_after_a_daemon_that_is_killed_before_it_says_how_it_is() {
+    let sandbox = Sandbox::new();
+    let view = sandbox.started(&[]);
+    kill_process(sandbox.daemon(), Signal::STOP).unwrap();
+    let stop = Job::spawn(sandbox.command(&["stop", sandbox.name(), "--timeout", "60"]));
+    until("a stop that asks", || stop.waits_on_a_socket());
+    sandbox.kill_daemon();
+    let stopped = stop.wait().expect(0);
+    assert!(stopped.stderr.contains("was killed before it stopped; cleaned up: withdrew"), "{stopped:?}");
+    assert_eq!(entries(&view), [""; 0]);
+    sandbox.nothing_left();
+}
+
+#[test]
 fn strange_files_in_a_dead_view_are_kept_and_named() {
     let sandbox = dead();
     fs::set_permissions(sandbox.view(), fs::Permissions::from_mode(0o755)).unwrap();

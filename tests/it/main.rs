@@ -12,6 +12,7 @@ mod decoders;
 mod digests;
 mod disk_full;
 mod file_systems;
+mod generations;
 mod hangs;
 mod harness;
 mod havoc;

@@ -12,7 +12,6 @@ use crate::disk::{Generation, Store};
 use crate::error::{Error, Kind, Result, shown};
 use crate::failure::Failure;
 use crate::gc::{self, Candidate};
-use crate::readers::{self, Detail, Segments, named};
 use crate::units::ByteSize;
 
 /// Collects generations, or says what it would.
@@ -146,15 +145,15 @@ impl Sweep {
 
     /// Removes a generation, or finds out whether that would be refused: gives why it stays.
     fn dispose(&mut self, store: &Store, one: &Held<'_>) -> Option<String> {
-        let outcome = match one.generation.is_leased() {
-            Ok(true) => return Some("leased".to_owned()),
-            // Used since it was listed: what was the least recently used is that no more.
-            Ok(false) if one.generation.idle() < one.idle => {
-                return Some("it was used a moment ago".to_owned());
+        // Used since it was listed: what was the least recently used is that no more.
+        if one.generation.idle() < one.idle {
+            return Some("it was used a moment ago".to_owned());
+        }
+        let outcome = match self.apply {
+            true => store.remove(one.generation).map(|()| None),
+            false => {
+                store.refusal(one.generation).map(|refusal| refusal.map(|error| error.message().to_owned()))
             }
-            Ok(false) if self.apply => store.remove(one.generation).map(|()| None),
-            Ok(false) => read_by(one),
-            Err(error) => Err(error),
         };
         match outcome {
             Ok(reason) => reason,
@@ -182,14 +181,6 @@ fn candidates(held: &[Held<'_>]) -> Vec<Candidate> {
         is_kept: !matches!(one.fate, Fate::Open),
     };
     held.iter().zip(bytes).map(candidate).collect()
-}
-
-/// Who has a file of it open or mapped, in words.
-fn read_by(one: &Held<'_>) -> Result<Option<String>> {
-    let files: Segments = one.inodes.iter().map(|(device, inode, _)| (*device, *inode)).collect();
-    let seen = readers::find(&files, Detail::Who)?;
-    let found = seen.readers.iter().map(|reader| (reader.process.pid, reader.process.command.as_str()));
-    Ok((!seen.readers.is_empty()).then(|| format!("read without a lease by {}", named(found))))
 }
 
 /// What there was, and what became of it.
