@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 
 use crate::digests::{digests, sha256, snapshot};
-use crate::harness::{Frozen, Job, MODEL, Ran, SLOWLY, Sandbox, bytes_of, entries, skipped, until};
+use crate::harness::{Frozen, Job, MODEL, Ran, Sandbox, bytes_of, entries, skipped, until};
 
 /// The generations of the sandbox's own root.
 fn generations(sandbox: &Sandbox) -> Vec<String> {
@@ -383,14 +383,23 @@ fn a_snapshot_of_a_hub_cache_that_is_gone_is_served_by_its_name() {
 }
 
 #[test]
-fn a_generation_that_was_damaged_is_not_loaded() {
+fn a_generation_that_was_damaged_is_made_anew() {
     let sandbox = Sandbox::new();
     started(&sandbox, &[]);
     stop(&sandbox);
     let file = generation(&sandbox, 1).join(MODEL[2].0);
     std::fs::set_permissions(&file, PermissionsExt::from_mode(0o644)).unwrap();
     std::fs::File::options().write(true).open(&file).unwrap().set_len(5).unwrap();
-    let ran = sandbox.start(&[&["--local-cache"], &SLOWLY[..2]].concat()).expect_refusal(7, MODEL[2].0);
-    assert!(ran.stderr.contains("hint: "), "{ran:#?}");
+    // It does not stand in for a source that is gone: the error is that of the source.
+    let away = sandbox.path("away");
+    std::fs::rename(sandbox.model(), &away).unwrap();
+    let ran = sandbox.start(&["--local-cache"]).expect_refusal(3, "model");
+    assert!(ran.stderr.contains("can't stand in") && ran.stderr.contains(MODEL[2].0), "{ran:#?}");
     sandbox.nothing_left();
+    // From the source it is made anew, and that is said.
+    std::fs::rename(&away, sandbox.model()).unwrap();
+    let ran = started(&sandbox, &[]);
+    assert!(ran.stderr.contains("is not used") && ran.stderr.contains(MODEL[2].0), "{ran:#?}");
+    assert_eq!(generations(&sandbox), [format!("{}@2", sandbox.name())]);
+    assert_whole(&sandbox);
 }
