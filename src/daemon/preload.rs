@@ -119,6 +119,7 @@ pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         direct: Direct::from_name(&tuning.direct)?,
         bytes_per_second: tuning.bytes_per_second,
         placement: Placement::from_name(tuning.numa.as_deref(), &placement::nodes())?,
+        may_be_linked: config.generation.is_some(),
     };
     options.check()?;
     options.placement.apply()?;

@@ -48,6 +48,9 @@ pub struct Options {
     pub bytes_per_second: Option<u64>,
     /// Where the pages are placed. The thread that loads has it applied already: see [`Placement::apply`].
     pub placement: Placement,
+    /// Other names of the files may come and go meanwhile, as those of a generation do: that changes nothing in them,
+    /// though the kernel notes it as a change.
+    pub may_be_linked: bool,
 }
 
 impl Default for Options {
@@ -58,6 +61,7 @@ impl Default for Options {
             direct: Direct::Auto,
             bytes_per_second: None,
             placement: Placement::Anywhere,
+            may_be_linked: false,
         }
     }
 }
@@ -220,7 +224,8 @@ pub fn run(
     let slow_direct = probe::devices_better_buffered(plan, files, start_engine, options, read_bytes)?;
     let shared = Shared {
         plan,
-        schedule: Schedule::new(plan, files, options.direct, read_bytes, slow_direct),
+        schedule: Schedule::new(plan, files, options.direct, read_bytes, slow_direct)
+            .linked(options.may_be_linked),
         sink,
         watch,
         read_bytes,

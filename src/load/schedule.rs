@@ -20,6 +20,8 @@ pub(super) struct Schedule<'a> {
     slow_direct: HashSet<u64>,
     next_job: AtomicUsize,
     sources: Vec<Mutex<Source>>,
+    /// See [`super::Options::may_be_linked`].
+    may_be_linked: bool,
 }
 
 /// One source: how many of its chunks are still to come, and the file while any is being read.
@@ -52,7 +54,13 @@ impl<'a> Schedule<'a> {
             slow_direct,
             next_job: AtomicUsize::new(0),
             sources: sources.map(Mutex::new).collect(),
+            may_be_linked: false,
         }
+    }
+
+    /// The same for files whose change time says nothing.
+    pub(super) fn linked(self, may_be_linked: bool) -> Schedule<'a> {
+        Schedule { may_be_linked, ..self }
     }
 
     /// The next job that nobody has taken.
@@ -69,7 +77,7 @@ impl<'a> Schedule<'a> {
             Some(file) => Arc::clone(file),
             None => {
                 let file = Arc::new(SourceFile::open(selected, self.direct, self.unit)?);
-                source.change_time = file.change_time();
+                source.change_time = file.change_time().filter(|_| !self.may_be_linked);
                 source.open = Some(Arc::clone(&file));
                 file
             }
