@@ -178,6 +178,8 @@ pub(crate) fn settings(backing: memory::Choice) -> Outcome<Settings> {
         options: Options::default(),
         lowest_descriptor: LOWEST_DESCRIPTOR,
         lock_memory: false,
+        hashing: None,
+        stands_for: None,
     })
 }
 

@@ -77,7 +77,7 @@ impl Inspection {
         let plan = plan::lay_out(&selection, args::CHUNK_BYTES);
         let engine = engine::Selected::probe(engine::Choice::Auto, None)?;
         let request = budget::Request {
-            need_bytes: memory::need_bytes(&plan, &engine, args::WORKERS),
+            need_bytes: memory::need_bytes(&plan, &engine, args::WORKERS, 0),
             memory_fraction: args::MEMORY_FRACTION,
             reserve_bytes: args::RESERVE_BYTES,
             memory_bytes_max: None,

@@ -3,13 +3,16 @@
 use clap::Args;
 
 use super::args::{TargetArgs, TimeoutArgs};
+use super::json;
 use super::output;
 use super::target::Target;
 use crate::control::message::{Operation, Reply};
 use crate::error::Result;
 
 const HELP_AFTER: &str = "\
-Sizes are in bytes, times RFC 3339. Files marked \"passthrough\" are links to the source and not in memory.
+Sizes are in bytes, times RFC 3339. Files marked \"passthrough\" are links to the source, or to the generation, and not \
+in memory. \"sha256\" stands where start --verify hashed the bytes in memory; \"generation\" is what --local-cache read \
+them from, else null.
 
 Example:
   iloader manifest qwen | jq -r '.files[].path'";
@@ -27,8 +30,14 @@ pub(crate) struct ManifestArgs {
 /// Prints the manifest.
 pub(crate) fn manifest(args: &ManifestArgs) -> Result<()> {
     let target = Target::of(&args.target, args.answer.timeout)?;
-    match target.connect()?.request(Operation::Manifest {})? {
-        Reply::Manifest(manifest) => output::print_json(&*manifest),
-        other => Err(target.unexpected(&other)),
-    }
+    let mut client = target.connect()?;
+    let manifest = match client.request(Operation::Manifest {})? {
+        Reply::Manifest(manifest) => manifest,
+        other => return Err(target.unexpected(&other)),
+    };
+    let generation = match client.request(Operation::Status {})? {
+        Reply::Status(status) => status.generation,
+        other => return Err(target.unexpected(&other)),
+    };
+    output::print_json(&json::ManifestAnswer { manifest: &manifest, generation: generation.as_deref() })
 }

@@ -1,6 +1,7 @@
 //! `start`: preload a model, leave a daemon behind that keeps it, and print where it is.
 
 mod follow;
+mod local;
 mod notes;
 mod options;
 mod places;
@@ -34,19 +35,28 @@ const BUSY_PAUSE: Duration = Duration::from_millis(20);
 pub(crate) fn start(args: &StartArgs) -> Result<()> {
     // Where the limit on file sizes is small, a failed write with a message is wanted, and not the end.
     signals::ignore(libc::SIGXFSZ);
-    let wanted = Wanted::resolve(args)?;
+    let mut wanted = Wanted::resolve(args)?;
     if args.foreground {
-        return run_in_foreground(args, &wanted);
+        return run_in_foreground(args, &mut wanted);
     }
-    let deadline = Instant::now().checked_add(args.wait_timeout);
-    let view = bring_up(args, &wanted, deadline)?;
+    let mut deadline = Instant::now().checked_add(args.wait_timeout);
+    let view = loop {
+        if let Some(view) = bring_up(args, &wanted, deadline)? {
+            break view;
+        }
+        let began = Instant::now();
+        wanted.prepare()?;
+        // The time that the copy took is no time that was waited for the load.
+        deadline = deadline.and_then(|deadline| deadline.checked_add(began.elapsed()));
+    };
     let name = &args.name;
     output::hand_over_path(&view)
         .map_err(|error| error.hint(format!("the cache runs, and 'iloader view {name}' prints its path")))
 }
 
-/// Reuses what runs, or starts it, and waits for it. Gives the view's path.
-fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Result<PathBuf> {
+/// Reuses what runs, or starts it, and waits for it. Gives the view's path; `None` where a generation has to be
+/// prepared before anything is started or stopped.
+fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Result<Option<PathBuf>> {
     // Before there is anything to cancel: from here on Ctrl-C is an event and not an end.
     let mut interrupt = Interrupt::watch()?;
     let mut _log = None;
@@ -56,33 +66,35 @@ fn bring_up(args: &StartArgs, wanted: &Wanted, deadline: Option<Instant>) -> Res
                 if running::is_whole(&mut client, &status)? {
                     running::note_other_tuning(wanted, &status);
                     running::note_other_socket(wanted, &status);
+                    running::note_no_refresh(wanted);
                     if let Some(view) =
                         follow(args, wanted, Follow::joined(client), deadline, &mut interrupt)?
                     {
                         set_quota(wanted, &status)?;
-                        return Ok(view);
+                        return Ok(Some(view));
                     }
                 }
             }
             Running::Busy => {}
-            Running::Other { client, status, .. } if args.replace => {
+            Running::Other { error, .. } if !args.replace => return Err(error),
+            Running::Other { .. } | Running::Nothing if wanted.is_unprepared() => return Ok(None),
+            Running::Other { client, status, .. } => {
                 _log =
                     replace::stop_other(wanted, client, &status, Some(Path::new(&wanted.config.log_file)))?;
                 continue;
             }
-            Running::Other { error, .. } => return Err(error),
             Running::Nothing => {
                 if let Some(lock) = Lock::try_exclusive(&wanted.paths.lock)? {
                     let spawned = spawn_daemon(wanted, lock).map_err(|error| interrupt.explain(error))?;
                     if args.no_wait {
                         // Registered is all that was asked for: a load that failed since then is told by
                         // 'wait', whether or not this command was quick enough to meet it.
-                        return Ok(PathBuf::from(wanted.config.model_dir()));
+                        return Ok(Some(PathBuf::from(wanted.config.model_dir())));
                     }
                     if let Some(spawned) = Follow::spawned(wanted, spawned)?
                         && let Some(view) = follow(args, wanted, spawned, deadline, &mut interrupt)?
                     {
-                        return Ok(view);
+                        return Ok(Some(view));
                     }
                 }
             }
@@ -160,15 +172,26 @@ fn clean_up(wanted: &Wanted, lock: Lock) -> Result<Lock> {
     }
 }
 
-fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
-    let name = &wanted.config.name;
-    let log_file = args.log_file.as_ref().map(|_| Path::new(&wanted.config.log_file));
+fn run_in_foreground(args: &StartArgs, wanted: &mut Wanted) -> Result<()> {
+    let name = wanted.config.name.clone();
+    let log_file = args.log_file.as_ref().map(|_| PathBuf::from(&wanted.config.log_file));
+    let log_file = log_file.as_deref();
     let mut _log = None;
     let already = |what: String| {
         Err(Error::new(Kind::InUse, what)
             .hint(format!("stop it first (iloader stop {name}), or choose another --name")))
     };
-    match running::look(wanted)? {
+    let may_begin = |running: &Running| match running {
+        Running::Other { .. } => args.replace,
+        Running::Busy | Running::Nothing => true,
+        Running::Same { .. } => false,
+    };
+    let mut running = running::look(wanted)?;
+    if wanted.is_unprepared() && may_begin(&running) {
+        wanted.prepare()?;
+        running = running::look(wanted)?;
+    }
+    match running {
         Running::Same { status, .. } => {
             return already(format!("'{name}' runs already, as process {}", status.pid));
         }
@@ -188,6 +211,8 @@ fn run_in_foreground(args: &StartArgs, wanted: &Wanted) -> Result<()> {
     };
     let lock = clean_up(wanted, lock)?;
     notes::say(wanted);
+    // The daemon in this process takes a lease of its own, and lets go of it when it has loaded.
+    wanted.release();
     match spawn::run_in_foreground(wanted.config.clone(), lock, log)? {
         Ended::Ready => Ok(()),
         Ended::Loading { signal: None } => {

@@ -225,6 +225,8 @@ struct Findings {
     is_view_checked: bool,
     /// Files of the view that are the source itself, which may change; `None`: not looked at.
     passthrough: Option<Vec<String>>,
+    /// They are those of a generation on disk.
+    is_generation: bool,
     /// How much of it is swapped out; `None`: not known.
     swapped_bytes: Option<u64>,
     /// Who reads; `None`: not looked at.
@@ -253,6 +255,7 @@ fn examine(target: &Target, mut client: Client, status: &Status, wants_readers: 
     let swapped_bytes = swapped.bytes().filter(|_| view_faults.is_empty());
     Findings {
         passthrough: Some(passed.map(|file| file.path.clone()).collect()),
+        is_generation: status.generation.is_some(),
         source_changes: Some(source_changes(&manifest)),
         view_faults,
         is_view_checked: true,
@@ -327,12 +330,27 @@ fn load_rows(status: &Status) -> Vec<(&'static str, String)> {
     }
     rows.push(("view", status.view.clone()));
     rows.push(("source", status.source.clone()));
+    rows.extend(status.generation.clone().map(|generation| ("loaded from", generation)));
     rows.push(("bytes", format!("{} ({} bytes)", ByteSize(status.bytes), status.bytes)));
     rows.push(("files", status.files.to_string()));
     if status.state == State::Ready {
         rows.push(("loaded in", output::seconds(seconds)));
+        rows.extend(verified_row(status));
     }
     rows
+}
+
+/// What `--verify` compared, where it was asked for.
+fn verified_row(status: &Status) -> Option<(&'static str, String)> {
+    let is_asked_for = status.settings.get("--verify").is_some_and(|setting| setting == "on");
+    let compared = match status.verified_files {
+        0 => "hashed, with nothing to compare with".to_owned(),
+        files => {
+            let whose = if status.generation.is_some() { "the generation" } else { "the hub cache" };
+            format!("{files} files, against {whose}")
+        }
+    };
+    is_asked_for.then_some(("verified", compared))
 }
 
 fn finding_rows(findings: &Findings) -> Vec<(&'static str, String)> {
@@ -351,17 +369,19 @@ fn finding_rows(findings: &Findings) -> Vec<(&'static str, String)> {
     }
     let swapped = findings.swapped_bytes.map(|bytes| ("swapped", ByteSize(bytes).to_string()));
     rows.extend(swapped);
-    rows.extend(passthrough_row(findings.passthrough.as_deref().unwrap_or_default()));
+    rows.extend(passthrough_row(findings));
     rows
 }
 
 /// What a reader of the view does not get from memory, and can't rely on to stay as it is.
-fn passthrough_row(paths: &[String]) -> Option<(&'static str, String)> {
+fn passthrough_row(findings: &Findings) -> Option<(&'static str, String)> {
+    let paths = findings.passthrough.as_deref().unwrap_or_default();
     let mut named: Vec<String> = paths.iter().take(LINES_MAX).map(shown).collect();
     if paths.len() > named.len() {
         named.push(format!("{} more", paths.len() - named.len()));
     }
-    let what = format!("{} (the source itself, not in memory)", named.join(", "));
+    let whose = if findings.is_generation { "the generation" } else { "the source" };
+    let what = format!("{} ({whose} itself, not in memory)", named.join(", "));
     (!named.is_empty()).then_some(("passed through", what))
 }
 

@@ -233,6 +233,16 @@ pub struct Status {
     /// How the bytes were read.
     #[serde(default)]
     pub read: ReadCounts,
+    /// The generation on disk that the bytes were read from; `None`: from the source itself.
+    #[serde(default)]
+    pub generation: Option<String>,
+    /// The bytes in memory were hashed, and all of them that a digest was known for were what it says; there was one
+    /// at least.
+    #[serde(default)]
+    pub verified: bool,
+    /// How many files were compared so.
+    #[serde(default)]
+    pub verified_files: u64,
     /// The digest of everything that makes this cache what it is, hexadecimal.
     pub identity: String,
     /// The settings behind the digest, by name, for saying what differs.

@@ -90,7 +90,12 @@ fn without(leaving: Leaving, rooms: Vec<Room>, promises: &[Promised]) -> Availab
 
 fn request(config: &Config, plan: &Plan, settings: &Settings) -> Request {
     Request {
-        need_bytes: memory::need_bytes(plan, &settings.engine, settings.options.workers),
+        need_bytes: memory::need_bytes(
+            plan,
+            &settings.engine,
+            settings.options.workers,
+            hashing_threads(settings),
+        ),
         memory_fraction: config.limits.memory_fraction,
         reserve_bytes: config.limits.reserve_bytes,
         memory_bytes_max: config.limits.memory_bytes_max,
@@ -98,14 +103,24 @@ fn request(config: &Config, plan: &Plan, settings: &Settings) -> Request {
     }
 }
 
+fn hashing_threads(settings: &Settings) -> usize {
+    settings.hashing.as_ref().map_or(0, |hashing| hashing.threads)
+}
+
 /// What this process may: write files so long, map so much, lock so much.
 fn check_limits(plan: &Plan, settings: &Settings, need_bytes: u64) -> Result<()> {
     let workers = settings.options.workers as u64;
+    let threads = workers + hashing_threads(settings) as u64;
     limits::check_file_size(plan.bytes_of_longest())?;
     // A worker maps the file that it is finishing and the one that it goes on to.
-    let filled = plan.bytes_of_longest().saturating_mul(workers + 1).min(plan.bytes());
+    let mapped = match hashing_threads(settings) {
+        0 => workers + 1,
+        // Files wait in memory for the threads that hash them.
+        threads => memory::open_max(&settings.engine, settings.options.workers, threads) as u64,
+    };
+    let filled = plan.bytes_of_longest().saturating_mul(mapped).min(plan.bytes());
     let locked = if settings.lock_memory { plan.allocated_bytes() } else { 0 };
-    let own = need_bytes.saturating_sub(plan.allocated_bytes()).saturating_add(workers * STACK_BYTES);
+    let own = need_bytes.saturating_sub(plan.allocated_bytes()).saturating_add(threads * STACK_BYTES);
     limits::check_memory(filled.saturating_add(locked), own)?;
     if settings.lock_memory {
         let segments = plan.targets.iter().filter(|target| target.bytes > 0).count() as u64;

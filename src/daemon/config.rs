@@ -49,6 +49,10 @@ pub struct Config {
     pub kept_dirname: Option<String>,
     /// The source directory, resolved through links.
     pub source: String,
+    /// The generation on disk to read from, absolute; `None`: the source itself.
+    pub generation: Option<String>,
+    /// Hash what is loaded, and compare it: `--verify`.
+    pub verify: bool,
     /// What to select.
     pub rules: SelectionRules,
     /// How to load.

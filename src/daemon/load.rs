@@ -86,6 +86,8 @@ pub struct LoadReport {
     pub locked_bytes: u64,
     /// How the bytes were read.
     pub read: ReadCounts,
+    /// Files whose bytes in memory were compared with a digest that was known before.
+    pub verified_files: u64,
     /// Things the user should know.
     pub warnings: Vec<String>,
 }

@@ -10,6 +10,7 @@ pub mod listener;
 pub mod load;
 pub mod log;
 pub mod looks;
+pub mod origin;
 pub mod preload;
 pub mod promise;
 pub mod registered;

@@ -14,13 +14,14 @@ use crate::daemon::config::{Config, Tuning};
 use crate::daemon::ledger::Share;
 use crate::daemon::load::{LoadControl, LoadReport, Loaded, PassedThrough, Published, PublishedFile, Work};
 use crate::daemon::log::Log;
+use crate::daemon::origin::Origin;
 use crate::daemon::promise::Promise;
 use crate::daemon::watch::MemoryWatch;
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
 use crate::load::{self, Options, Placement, READ_BYTES_DEFAULT, Watch, placement};
 use crate::manifest::{self, FileEntry, Manifest};
-use crate::memory::{self, Resident, Settings};
+use crate::memory::{self, Hashing, Resident, Settings};
 use crate::plan::{self, Plan};
 use crate::readers;
 use crate::registry::Seat;
@@ -51,29 +52,51 @@ pub fn work(config: &Config, log: &Log) -> Work {
     let (config, log) = (config.clone(), log.clone());
     // Taken now, before there is a client or a memory file: nothing of either gets a lower number.
     let seat = Seat::lowest();
+    // A generation is leased before the command that asked for it hears that the daemon is there, and lets go of it.
+    let leased = config.generation.as_ref().map(|_| origin(&config));
     Work {
-        load: Box::new(move |control| load(&config, seat, &log, control)),
+        load: Box::new(move |control| {
+            let origin = || leased.unwrap_or_else(|| origin(&config));
+            load(&config, origin, seat, &log, control)
+        }),
         publish: Box::new(publish),
         find: Arc::new(readers::find),
     }
 }
 
-/// Loads what `config` asks for. On failure nothing is left.
-fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -> Result<Loaded> {
+/// Where the bytes come from.
+fn origin(config: &Config) -> Result<Origin> {
+    let source = Path::new(&config.source);
+    match &config.generation {
+        Some(generation) => Origin::of_generation(Path::new(generation), source, &config.rules),
+        None => Origin::of_source(source, &config.rules),
+    }
+}
+
+/// Loads what `config` asks for, from what `origin` finds. On failure nothing is left.
+fn load(
+    config: &Config,
+    origin: impl FnOnce() -> Result<Origin>,
+    seat: Option<Seat>,
+    log: &Log,
+    control: &LoadControl,
+) -> Result<Loaded> {
     let started = Instant::now();
     let _standing_back = config.tuning.background.then(StandingBack::begin).transpose()?;
-    let selection = source::select(Path::new(&config.source), &config.rules)?;
+    let origin = origin()?;
     crash::point("selected");
-    if source::identity::digest(&selection) != config.selection {
-        let message = format!("the source {} changed since the start was asked for", shown(&selection.root));
+    if source::identity::digest(&origin.source) != config.selection {
+        let message = format!("the source {} changed since the start was asked for", shown(&config.source));
         return Err(Error::new(Kind::SourceChanged, message).hint("start it again"));
     }
-    let plan = plan::lay_out(&selection, chunk_bytes(&config.tuning));
+    let plan = plan::lay_out(origin.files(), chunk_bytes(&config.tuning));
     let refused = |error: Error| match error.kind() {
         Kind::NoRoom => error.context(format_args!("cannot start '{}'", config.name)),
         _ => error,
     };
     let settings = settings(config, &plan).map_err(refused)?;
+    let hashing = settings.hashing.map(|hashing| origin.hashing(hashing.threads));
+    let settings = Settings { hashing, stands_for: origin.stands_for(), ..settings };
     let mut room = budget::Limits::find();
     // Both are given back after the memory: a value that was made later is dropped earlier.
     let (grant, promise) = admission::admit(config, &plan, &settings, &mut room, log).map_err(refused)?;
@@ -82,10 +105,10 @@ fn load(config: &Config, seat: Option<Seat>, log: &Log, control: &LoadControl) -
     crash::point("admitted");
     let memory = MemoryWatch::new(&config.name, plan.allocated_bytes(), room, control, log);
     let watch = Reporter::new(control, &memory, &plan, started, promise);
-    let resident = memory.over(|| memory::load(&plan, &selection, &settings, &grant, &watch))?;
+    let resident = memory.over(|| memory::load(&plan, origin.files(), &settings, &grant, &watch))?;
     crash::point("loaded");
     watch.report();
-    Ok(loaded(config, &selection, &settings, resident, share))
+    Ok(loaded(config, origin, &settings, resident, share))
 }
 
 pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
@@ -95,14 +118,15 @@ pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         read_bytes: tuning.read_bytes.unwrap_or(READ_BYTES_DEFAULT),
         direct: Direct::from_name(&tuning.direct)?,
         bytes_per_second: tuning.bytes_per_second,
-        // A file of a generation gets a link whenever another generation takes it over.
-        heeds_change_time: true,
         placement: Placement::from_name(tuning.numa.as_deref(), &placement::nodes())?,
+        may_be_linked: config.generation.is_some(),
     };
     options.check()?;
     options.placement.apply()?;
     let engine = engine::Selected::probe(engine::Choice::from_name(&tuning.engine)?, tuning.queue_depth)?;
-    let lowest_descriptor = lowest_descriptor(plan, &engine, options.workers)?;
+    let hashing_threads = if config.verify { hashing_threads() } else { 0 };
+    let lowest_descriptor = lowest_descriptor(plan, &engine, options.workers, hashing_threads)?;
+    let hashing = config.verify.then(|| Hashing { threads: hashing_threads, ..Hashing::default() });
     Ok(Settings {
         cache_name: config.name.clone(),
         backing: memory::Choice::from_name(&tuning.backing)?,
@@ -110,7 +134,14 @@ pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         options,
         lowest_descriptor,
         lock_memory: tuning.lock_memory,
+        hashing,
+        stands_for: None,
     })
+}
+
+/// As many threads hash as there are cores for this process: hashing is slower than reading.
+fn hashing_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// What a worker takes at a time. Under a limit not more than it reads in about half a second: progress goes by
@@ -121,9 +152,14 @@ pub(super) fn chunk_bytes(tuning: &Tuning) -> u64 {
 }
 
 /// Where the published descriptors begin, after raising the limit to what they need.
-fn lowest_descriptor(plan: &Plan, engine: &engine::Selected, workers: usize) -> Result<i32> {
+fn lowest_descriptor(
+    plan: &Plan,
+    engine: &engine::Selected,
+    workers: usize,
+    hashing_threads: usize,
+) -> Result<i32> {
     let count = plan.targets.len() as u64;
-    let under_way = count.min((workers * load::files_under_way(engine.depth())) as u64);
+    let under_way = count.min(memory::open_max(engine, workers, hashing_threads) as u64);
     let own = DESCRIPTORS_OWN.max(DESCRIPTORS_SERVING + DESCRIPTORS_OF_FILE * under_way);
     limits::check_descriptors(own + count)?;
     let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
@@ -218,16 +254,10 @@ impl Watch for Reporter<'_> {
     }
 }
 
-fn loaded(
-    config: &Config,
-    selection: &Selection,
-    settings: &Settings,
-    resident: Resident,
-    share: Share,
-) -> Loaded {
+fn loaded(config: &Config, origin: Origin, settings: &Settings, resident: Resident, share: Share) -> Loaded {
     let mut links = Vec::new();
     let mut passthrough = Vec::new();
-    for (file, segment) in selection.files.iter().zip(&resident.segment_of_file) {
+    for (file, segment) in origin.files().files.iter().zip(&resident.segment_of_file) {
         match segment.map(|index| &resident.segments[index]) {
             Some(segment) => links.push(PublishedFile {
                 path: file.path.clone(),
@@ -239,9 +269,10 @@ fn loaded(
             None => passthrough.push(PassedThrough { path: file.path.clone(), target: file.real.clone() }),
         }
     }
+    let selection = &origin.source;
     let load::Counts { direct_bytes, cached_bytes, buffered_bytes } = resident.counts;
     Loaded {
-        manifest: manifest_of(config, selection),
+        manifest: manifest_of(config, selection, &resident),
         links,
         passthrough,
         directory_links: selection.directory_links.clone(),
@@ -254,20 +285,33 @@ fn loaded(
             allocated_bytes: resident.allocated_bytes(),
             locked_bytes: resident.locked_bytes(),
             read: ReadCounts { direct_bytes, cached_bytes, buffered_bytes },
+            verified_files: verified_files(settings, &resident),
             warnings: selection.warnings.clone(),
         },
-        keep: Box::new(resident),
+        // The lease goes after the memory.
+        keep: Box::new((resident, origin.into_lease())),
         share: Some(share),
     }
 }
 
-fn manifest_of(config: &Config, selection: &Selection) -> Manifest {
+/// Files in memory whose digest was compared with one that was known before.
+fn verified_files(settings: &Settings, resident: &Resident) -> u64 {
+    let Some(hashing) = &settings.hashing else { return 0 };
+    let in_memory = resident.segment_of_file.iter().enumerate().filter(|(_, segment)| segment.is_some());
+    in_memory.filter(|(file, _)| hashing.expected(*file).is_some()).count() as u64
+}
+
+/// With the digests of what was hashed in memory, and no others.
+fn manifest_of(config: &Config, selection: &Selection, resident: &Resident) -> Manifest {
+    let digests = resident.digests.as_deref();
+    let digest = |target: &Option<usize>| target.and_then(|target| digests?.get(target).copied());
+    let entry = |(file, target)| FileEntry { sha256: digest(target), ..FileEntry::from(file) };
     Manifest {
         schema: manifest::SCHEMA,
         name: config.name.clone(),
         source: config.source.clone(),
         selection: config.rules.clone(),
-        files: selection.files.iter().map(FileEntry::from).collect(),
+        files: selection.files.iter().zip(&resident.segment_of_file).map(entry).collect(),
         directory_links: selection.directory_links.clone(),
         bytes: selection.bytes(),
         created: format!("{:.3}", jiff::Timestamp::now()),

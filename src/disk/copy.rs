@@ -318,7 +318,7 @@ impl Copying<'_> {
         let sink = Discard { pool: reading.pool, digested: &digested };
         // What is on disk counts, not what the page cache has of it. Other generations may take and drop links to
         // these files meanwhile; that they are what was noted is told by their digests.
-        let options = Options { direct: Direct::Storage, heeds_change_time: false, ..Options::default() };
+        let options = Options { direct: Direct::Storage, may_be_linked: true, ..Options::default() };
         let outcome = self.read(&plan, &files, &sink, reading, options);
         if let Err(error) = &outcome
             && matches!(error.kind(), Kind::Cancelled | Kind::NoRoom | Kind::Verification)

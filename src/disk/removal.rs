@@ -34,6 +34,24 @@ impl Store {
         self.remove_whole(&Entry::whole(&unreadable.name, unreadable.number))
     }
 
+    /// What would refuse to remove a generation now: who leases or reads it. `None`: nobody that can be seen.
+    ///
+    /// # Errors
+    ///
+    /// Where it cannot be looked at.
+    pub fn refusal(&self, generation: &Generation) -> Result<Option<Error>> {
+        let entry = generation.entry();
+        let path = self.path_of(&entry);
+        let lock_path = path.join(OUR_DIRECTORY).join(LOCK_FILE);
+        if lock::is_held(&lock_path)? {
+            return Ok(Some(leased(&path, &lock_path)));
+        }
+        let directory = tree::open_inside(self.open_root()?, OsStr::new(&entry.to_string()))
+            .map_err(failed("open the generation", &path))?;
+        let readers = holders::readers(&entry, &tree::walk(directory, &path)?)?;
+        Ok(readers.map(|who| read(&path, &who)))
+    }
+
     fn remove_whole(&self, entry: &Entry) -> Result<()> {
         let path = self.path_of(entry);
         let lock_path = path.join(OUR_DIRECTORY).join(LOCK_FILE);
@@ -46,7 +64,7 @@ impl Store {
         };
         let held = tree::walk(directory, &path)?;
         if let Some(who) = holders::readers(entry, &held)? {
-            return Err(in_use(&path, &format!("its files are open or mapped in {who}")));
+            return Err(read(&path, &who));
         }
         // A number is never given twice, even if this is the highest. Who has the lock of the name has seen it.
         if let Some(name_lock) = self.try_lock_name(&entry.name)? {
@@ -240,6 +258,10 @@ impl Store {
         lock.note_number(next)?;
         Ok(next)
     }
+}
+
+fn read(path: &Path, who: &str) -> Error {
+    in_use(path, &format!("its files are open or mapped in {who}"))
 }
 
 fn leased(path: &Path, lock_path: &Path) -> Error {

@@ -46,12 +46,11 @@ pub struct Options {
     pub direct: Direct,
     /// Bytes that may be taken in a second, from wherever they come; `None`: no limit.
     pub bytes_per_second: Option<u64>,
-    /// Whether a file counts as changed where the kernel noted a change (`st_ctime`) although size and modification time
-    /// are the same: so a time that was set back is noticed. Not for files that get and lose hard links meanwhile, which
-    /// the kernel notes too.
-    pub heeds_change_time: bool,
     /// Where the pages are placed. The thread that loads has it applied already: see [`Placement::apply`].
     pub placement: Placement,
+    /// Other names of the files may come and go meanwhile, as those of a generation do: that changes nothing in them,
+    /// though the kernel notes it as a change.
+    pub may_be_linked: bool,
 }
 
 impl Default for Options {
@@ -61,8 +60,8 @@ impl Default for Options {
             read_bytes: READ_BYTES_DEFAULT,
             direct: Direct::Auto,
             bytes_per_second: None,
-            heeds_change_time: true,
             placement: Placement::Anywhere,
+            may_be_linked: false,
         }
     }
 }
@@ -225,7 +224,8 @@ pub fn run(
     let slow_direct = probe::devices_better_buffered(plan, files, start_engine, options, read_bytes)?;
     let shared = Shared {
         plan,
-        schedule: Schedule::new(plan, files, options, read_bytes, slow_direct),
+        schedule: Schedule::new(plan, files, options.direct, read_bytes, slow_direct)
+            .linked(options.may_be_linked),
         sink,
         watch,
         read_bytes,

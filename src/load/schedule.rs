@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::Options;
 use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
 use crate::source::{ChangeTime, Direct, Identity, SelectedFile, SourceFile, changed, check_unchanged};
@@ -16,12 +15,13 @@ pub(super) struct Schedule<'a> {
     plan: &'a Plan,
     files: &'a [SelectedFile],
     direct: Direct,
-    heeds_change_time: bool,
     unit: u64,
     /// Devices on which reading through the page cache was found to be faster.
     slow_direct: HashSet<u64>,
     next_job: AtomicUsize,
     sources: Vec<Mutex<Source>>,
+    /// See [`super::Options::may_be_linked`].
+    may_be_linked: bool,
 }
 
 /// One source: how many of its chunks are still to come, and the file while any is being read.
@@ -36,7 +36,7 @@ impl<'a> Schedule<'a> {
     pub(super) fn new(
         plan: &'a Plan,
         files: &'a [SelectedFile],
-        options: &Options,
+        direct: Direct,
         unit: u64,
         slow_direct: HashSet<u64>,
     ) -> Schedule<'a> {
@@ -49,13 +49,18 @@ impl<'a> Schedule<'a> {
         Schedule {
             plan,
             files,
-            direct: options.direct,
-            heeds_change_time: options.heeds_change_time,
+            direct,
             unit,
             slow_direct,
             next_job: AtomicUsize::new(0),
             sources: sources.map(Mutex::new).collect(),
+            may_be_linked: false,
         }
+    }
+
+    /// The same for files whose change time says nothing.
+    pub(super) fn linked(self, may_be_linked: bool) -> Schedule<'a> {
+        Schedule { may_be_linked, ..self }
     }
 
     /// The next job that nobody has taken.
@@ -72,7 +77,7 @@ impl<'a> Schedule<'a> {
             Some(file) => Arc::clone(file),
             None => {
                 let file = Arc::new(SourceFile::open(selected, self.direct, self.unit)?);
-                source.change_time = file.change_time().filter(|_| self.heeds_change_time);
+                source.change_time = file.change_time().filter(|_| !self.may_be_linked);
                 source.open = Some(Arc::clone(&file));
                 file
             }

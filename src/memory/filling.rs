@@ -1,17 +1,23 @@
 //! Memory's sink: segments that are being filled, each sealed as soon as its last chunk is there.
 
 use std::os::fd::RawFd;
-use std::sync::Mutex;
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
 
 use super::backing::Backing;
+use super::hashing::Hashing;
 use super::segment::{OpenSegment, Segment};
 use crate::error::{Error, Result, shown};
 use crate::load::{Sink, Vessel};
+use crate::manifest::Digest;
 use crate::plan::{Chunk, Plan, SMALL_BYTES_MAX};
 use crate::source::SelectedFile;
 use crate::sys::map::{Mapping, Window};
 use crate::sys::{crash, memfd};
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
+
+/// How long a worker waits for a place before it looks whether the load was cancelled.
+const WAIT_MAX: Duration = Duration::from_millis(50);
 
 /// The segments of one plan on their way from empty to sealed.
 pub struct Filling<'a> {
@@ -25,6 +31,12 @@ pub struct Filling<'a> {
     /// buffer is unmapped when the last of them is back.
     buffer: Mutex<Option<Window>>,
     lock_memory: bool,
+    hashing: Option<&'a Hashing>,
+    /// Segments that are being filled, and how many may be.
+    open: Mutex<usize>,
+    open_max: usize,
+    /// One of them was sealed.
+    room: Condvar,
 }
 
 enum Target {
@@ -55,12 +67,47 @@ impl<'a> Filling<'a> {
     ) -> Filling<'a> {
         let targets = plan.targets.iter().map(|_| Mutex::new(Target::Untouched)).collect();
         let buffer = Mutex::new(None);
-        Filling { plan, files, cache_name, backing, lowest_descriptor, targets, buffer, lock_memory: false }
+        Filling {
+            plan,
+            files,
+            cache_name,
+            backing,
+            lowest_descriptor,
+            targets,
+            buffer,
+            lock_memory: false,
+            hashing: None,
+            open: Mutex::new(0),
+            open_max: usize::MAX,
+            room: Condvar::new(),
+        }
     }
 
     /// The same, with each segment locked in memory as soon as it is sealed.
     pub fn locked(self) -> Filling<'a> {
         Filling { lock_memory: true, ..self }
+    }
+
+    /// The same, refusing a file whose digest is not what it must be. Not more than `open_max` segments are open at a
+    /// time, however far the hashing is behind the reading: each takes descriptors, and small ones buffers.
+    ///
+    /// Nobody waits for ever: workers take chunks in the order of their targets, so every chunk of an open segment is
+    /// with a worker that may go on with it.
+    pub fn compared(self, hashing: &'a Hashing, open_max: usize) -> Filling<'a> {
+        Filling { hashing: Some(hashing), open_max, ..self }
+    }
+
+    /// Takes one of the places for open segments; `false` where all are taken.
+    fn take_place(&self) -> bool {
+        let mut open = lock(&self.open);
+        let is_free = *open < self.open_max;
+        *open += usize::from(is_free);
+        is_free
+    }
+
+    fn give_place_back(&self) {
+        *lock(&self.open) -= 1;
+        self.room.notify_all();
     }
 
     /// The segments, in the order of the plan's targets. Call it after the load has succeeded.
@@ -134,6 +181,9 @@ impl Sink for Filling<'_> {
     fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>> {
         let mut target = lock(&self.targets[chunk.target]);
         if matches!(*target, Target::Untouched) {
+            if !self.take_place() {
+                return Ok(None);
+            }
             *target = Target::Open(self.open_target(chunk.target)?);
         }
         let Target::Open(open) = &mut *target else { panic!("a sealed segment has no chunk left") };
@@ -163,8 +213,22 @@ impl Sink for Filling<'_> {
             && let Target::Open(open) = std::mem::replace(&mut *target, Target::Untouched)
         {
             *target = Target::Sealed(self.seal(chunk.target, open.segment, open.huge_bytes)?);
+            self.give_place_back();
         }
         Ok(())
+    }
+
+    fn wait_for_room(&self) {
+        let open = lock(&self.open);
+        let is_full = |open: &mut usize| *open >= self.open_max;
+        // That it took longer is no matter: whoever waits looks between whether to go on at all.
+        drop(self.room.wait_timeout_while(open, WAIT_MAX, is_full));
+    }
+
+    /// Called before the last chunk is handed over: a file that is another is never sealed.
+    fn digested(&self, target: usize, digest: Digest) -> Result<()> {
+        let file = self.plan.targets[target].file;
+        self.hashing.map_or(Ok(()), |hashing| hashing.check(file, &self.files[file].path, digest))
     }
 }
 

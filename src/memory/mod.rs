@@ -2,10 +2,12 @@
 
 mod backing;
 mod filling;
+mod hashing;
 mod resident;
 mod segment;
 
 pub use backing::{Backing, Choice};
 pub use filling::Filling;
-pub use resident::{Resident, Settings, load, load_with, need_bytes};
+pub use hashing::Hashing;
+pub use resident::{Resident, Settings, load, load_with, need_bytes, open_max};
 pub use segment::Segment;

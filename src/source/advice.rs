@@ -359,7 +359,7 @@ fn may_lack_tokenizer(path: &str) -> bool {
 }
 
 /// Warnings for files that will not work without others, or not through the links of a view.
-pub(super) fn warnings(selection: &Selection) -> Vec<String> {
+pub fn warnings(selection: &Selection) -> Vec<String> {
     let files = &selection.files;
     let mut found = Vec::new();
     if files.iter().all(|file| file.passthrough) {

@@ -99,6 +99,8 @@ pub(crate) fn settings(
         options,
         lowest_descriptor: 600,
         lock_memory: false,
+        hashing: None,
+        stands_for: None,
     }
 }
 

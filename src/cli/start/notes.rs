@@ -22,6 +22,11 @@ pub(super) fn say(wanted: &Wanted) {
     {
         output::note(&note);
     }
+    if wanted.config.verify
+        && let Some(note) = verify_note(wanted.verifiable())
+    {
+        output::note(&note);
+    }
     if tuning.numa.is_some() && wanted.placement == Placement::Anywhere {
         let node = placement::nodes().first().copied().unwrap_or_default();
         output::note(&format!(
@@ -30,14 +35,26 @@ pub(super) fn say(wanted: &Wanted) {
     }
 }
 
+/// Where files are hashed that nothing is known of.
+fn verify_note((known, files): (usize, usize)) -> Option<String> {
+    let name_them = "'iloader manifest' shows their digests";
+    match files - known {
+        0 => None,
+        _ if known == 0 => Some(format!("--verify has nothing to compare with: {name_them}")),
+        others => {
+            Some(format!("--verify has nothing to compare {others} of {files} files with: {name_them}"))
+        }
+    }
+}
+
 /// Where the storage does not know priorities.
 fn background_note(wanted: &Wanted) -> Option<String> {
-    let device = wanted.selection.files.first()?.identity.device;
+    let device = wanted.to_load().files.first()?.identity.device;
     let schedulers = scheduler::io_schedulers(device);
     if schedulers.iter().any(|scheduler| scheduler::heeds_priorities(scheduler)) {
         return None;
     }
-    let source = shown(&wanted.selection.root);
+    let source = shown(&wanted.to_load().root);
     let why = match schedulers.as_slice() {
         [] => format!("there is no I/O scheduler under {source}"),
         named => format!("the I/O scheduler under {source} ({}) knows no priorities", named.join(", ")),

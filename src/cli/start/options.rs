@@ -7,6 +7,7 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 
 use super::super::args::{self, BaseArgs, SelectionArgs};
+use super::super::cache::CACHE_WORKERS;
 use crate::engine::{self, DEPTH_MAX};
 use crate::load::{RATE_MIN, READ_BYTES_DEFAULT, READ_BYTES_MAX, WORKERS_MAX};
 use crate::memory;
@@ -18,12 +19,14 @@ const HELP_AFTER: &str = "\
 MODEL_DIR is a directory, or the name of a model in a local hub cache (org/name). Sizes (SIZE) are bytes or \
 carry a binary suffix: 512MiB, 32GiB. The path of the view is printed alone on stdout when the model is ready. \
 Starting again what runs already prints the path at once; other settings under the same name are refused, unless \
---replace is given.
+--replace is given. With --local-cache the copy is made in the foreground, before anything is started, and one that is \
+there serves while MODEL_DIR can't be reached. Exit code 7: a file is not what --verify knows of it.
 
 Example:
   VIEW=$(iloader start /models/Qwen3-8B --name qwen --max-memory-bytes 32GiB)
   vllm serve \"$VIEW\"
-  iloader start /models/Qwen3-8B-2 --name qwen --replace";
+  iloader start /models/Qwen3-8B-2 --name qwen --replace
+  iloader start /mnt/nfs/Qwen3-8B --name qwen --local-cache --cache-root /nvme/models --verify";
 
 /// Load a model into memory, keep it there, and print the path of its view
 #[derive(Args, Clone, Debug)]
@@ -56,6 +59,8 @@ pub(crate) struct StartArgs {
     pub(super) selection: SelectionArgs,
     #[command(flatten)]
     pub(super) tuning: TuningArgs,
+    #[command(flatten)]
+    pub(super) local: LocalCacheArgs,
     #[command(flatten)]
     pub(super) limits: LimitArgs,
     #[command(flatten)]
@@ -111,6 +116,30 @@ pub(crate) struct TuningArgs {
     /// Place the pages on one NUMA node as long as it has room, or on all in turns [default: by the kernel]
     #[arg(long, value_name = "NODE|interleave", allow_negative_numbers = true, value_parser = numa)]
     pub(super) numa: Option<String>,
+    /// Hash what is loaded, and refuse what is not as its generation or hub cache says; manifest shows the digests
+    #[arg(long)]
+    pub(super) verify: bool,
+}
+
+/// The copy on local disk that is loaded from.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Local disk")]
+pub(crate) struct LocalCacheArgs {
+    /// Copy the model to local disk first, or find the copy there, and load from it
+    #[arg(long)]
+    pub(super) local_cache: bool,
+    /// The directory that holds the copies [default: BASE/model-cache]
+    #[arg(long, value_name = "PATH", requires = "local_cache")]
+    pub(super) cache_root: Option<PathBuf>,
+    /// The name of the copies of this model [default: the cache's NAME]
+    #[arg(long, value_name = "NAME", value_parser = args::name(), requires = "local_cache")]
+    pub(super) cache_name: Option<Name>,
+    /// Copy every file anew, whatever older copies have
+    #[arg(long, requires = "local_cache")]
+    pub(super) refresh_cache: bool,
+    /// Files that are copied at the same time
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = CACHE_WORKERS, value_parser = args::number(1..=WORKERS_MAX as u32), requires = "local_cache")]
+    pub(super) cache_workers: u32,
 }
 
 /// What the load may take.

@@ -43,15 +43,18 @@ impl Places {
     /// path that is too long.
     pub(super) fn check(&self, args: &StartArgs, base: &BaseDir, source: &Path) -> Result<()> {
         // What is made in BASE tells more than BASE itself, which may be a link.
-        view::check_outside(&base.run_dir(), "--base-dir", source)?;
-        view::check_outside(&self.socket, "--socket", source)?;
-        view::check_outside(&self.pid_file, "--pid-file", source)?;
-        view::check_outside(&self.log_file, "--log-file", source)?;
-        view::check_place(&self.view, source)?;
+        check_outside(&base.run_dir(), "--base-dir", source)?;
+        check_outside(&self.socket, "--socket", source)?;
+        check_outside(&self.pid_file, "--pid-file", source)?;
+        check_outside(&self.log_file, "--log-file", source)?;
+        match is_out_of_reach(source) {
+            true => check_outside(&self.view, "--view", source)?,
+            false => view::check_place(&self.view, source)?,
+        }
         check_socket_path(&self.socket, &args.name)?;
         let places = self.resolved(base.paths(&args.name))?;
         // A link of the user's own is followed for a log.
-        view::check_outside(&places[2].resolved, "--log-file", source)?;
+        check_outside(&places[2].resolved, "--log-file", source)?;
         check_apart(&places)?;
         let run = base.run_dir();
         let run = std::fs::canonicalize(&run).or_else(|_| view::resolve(&run, "--base-dir"))?;
@@ -94,6 +97,22 @@ impl Place<'_> {
         Err(Error::new(Kind::Usage, message)
             .hint(format!("choose a path elsewhere, or leave out {option} for {}", shown(default))))
     }
+}
+
+/// A generation stands in for it: what its path says is all that is known.
+fn is_out_of_reach(source: &Path) -> bool {
+    std::fs::canonicalize(source).is_err()
+}
+
+fn check_outside(path: &Path, option: &str, source: &Path) -> Result<()> {
+    if !is_out_of_reach(source) {
+        return view::check_outside(path, option, source);
+    }
+    if view::resolve(path, option)?.starts_with(source) {
+        let message = format!("{option} {} would be inside the source {}", shown(path), shown(source));
+        return Err(Error::new(Kind::Usage, message).hint(format!("choose another {option}, apart from it")));
+    }
+    Ok(())
 }
 
 /// Refuses two things at one path, and one in the view.

@@ -72,8 +72,8 @@ fn in_use(error: Error, name: &str) -> Error {
 fn check_successor(wanted: &Wanted, old: &Status) -> Result<()> {
     let filled_bytes = if old.state == State::Ready { old.allocated_bytes } else { old.progress.bytes_done };
     let leaving = Leaving { pid: old.pid.cast_unsigned(), filled_bytes };
-    admission::rehearse(&wanted.config, &wanted.selection, leaving)?;
-    for file in wanted.selection.files.iter().filter(|file| !file.passthrough) {
+    admission::rehearse(&wanted.config, wanted.to_load(), leaving)?;
+    for file in wanted.to_load().files.iter().filter(|file| !file.passthrough) {
         File::open(&file.real).map_err(|cause| Error::io("read", &file.real, &cause))?;
     }
     check_places(wanted, old)?;

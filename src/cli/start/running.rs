@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::super::{output, preflight};
+use super::local::LocalCache;
 use super::wanted::Wanted;
 use crate::control::client::Client;
 use crate::control::message::{Operation, Reply, State, Status};
@@ -145,6 +146,14 @@ pub(super) fn note_other_tuning(wanted: &Wanted, status: &Status) {
             }
             _ => format!("'{name}' is loaded already, with {differ}"),
         });
+    }
+}
+
+/// Says that no generation is made for a cache that runs already.
+pub(super) fn note_no_refresh(wanted: &Wanted) {
+    if wanted.local.as_ref().is_some_and(LocalCache::is_refreshed) {
+        let name = &wanted.config.name;
+        output::note(&format!("'{name}' runs already: --refresh-cache copies nothing"));
     }
 }
 

@@ -7,11 +7,13 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use super::super::output;
+use super::local::{LocalCache, StandIn};
 use super::options::StartArgs;
 use super::places::Places;
 use crate::budget::limits;
 use crate::control::client::Client;
 use crate::daemon::config::{Config, Limits, Tuning};
+use crate::daemon::origin::{self, Origin};
 use crate::daemon::preload::DESCRIPTORS_OWN;
 use crate::error::{Error, Kind, Result, shown};
 use crate::hub;
@@ -29,7 +31,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 pub(super) struct Wanted {
     pub(super) base: BaseDir,
     pub(super) paths: Paths,
+    /// The files of the source.
     pub(super) selection: Selection,
+    pub(super) local: Option<LocalCache>,
+    /// The generation to load from, leased, as soon as there is one: see [`Wanted::prepare`].
+    origin: Option<Origin>,
     pub(super) placement: Placement,
     pub(super) config: Config,
 }
@@ -44,9 +50,19 @@ impl Wanted {
             .map_err(|error| error.context(format_args!("cannot start '{}'", args.name)))?;
         let environment = Environment::of_process();
         let placement = Placement::from_name(args.tuning.numa.as_deref(), &placement::nodes())?;
-        let model = hub::resolve(&args.model_dir)?;
+        let model = hub::resolve(&args.model_dir);
         // Nothing is made, BASE included, before it is known that none of it falls into the source.
-        let found = BaseDir::find(args.base.base_dir.as_deref(), &environment)?;
+        let found = match (&model, args.local.local_cache) {
+            (Err(error), false) => return Err(error.clone()),
+            _ => BaseDir::find(args.base.base_dir.as_deref(), &environment)?,
+        };
+        let local = LocalCache::of(args, &found)?;
+        let (model, origin) = match (model, &local) {
+            (Ok(model), _) => (model, None),
+            (Err(error), Some(local)) => local.stand_in(args, None, error).map(StandIn::apart)?,
+            (Err(error), None) => return Err(error),
+        };
+        local.as_ref().map_or(Ok(()), |local| local.check(&model.root))?;
         Places::of(args, &environment, &found)?.check(args, &found, &model.root)?;
         let base = BaseDir::prepare(args.base.base_dir.as_deref(), &environment)?;
         if let Some(reason) = base.fallback_reason() {
@@ -56,7 +72,13 @@ impl Wanted {
         let places = Places::of(args, &environment, &base)?;
         places.check(args, &base, &model.root)?;
         let Places { socket, pid_file, log_file, view } = places;
-        let selection = source::select(&model.root, &args.selection.rules())?;
+        // It is another one where BASE is.
+        let local = LocalCache::of(args, &base)?;
+        local.as_ref().map_or(Ok(()), |local| local.check(&model.root))?;
+        let (selection, origin) = match origin {
+            Some(origin) => (origin.source.clone(), Some(origin)),
+            None => select(args, &model.root, local.as_ref())?,
+        };
         for warning in &selection.warnings {
             output::warn(warning);
         }
@@ -69,6 +91,8 @@ impl Wanted {
             view: text(&view, "--view")?,
             kept_dirname: args.keep_dirname.then_some(model.label),
             source: text(&selection.root, "the model directory")?,
+            generation: None,
+            verify: args.tuning.verify,
             rules: selection.rules.clone(),
             tuning: tuning(args),
             limits: limits_of(args),
@@ -79,12 +103,66 @@ impl Wanted {
             settings: BTreeMap::new(),
         };
         let paths = base.paths(&args.name);
-        Ok(Wanted { base, paths, config: identified(config, &selection), selection, placement })
+        let config = identified(config, &selection, local.as_ref());
+        let mut wanted = Wanted { base, paths, config, selection, local, origin: None, placement };
+        origin.map_or(Ok(()), |origin| wanted.load_from(origin))?;
+        Ok(wanted)
+    }
+
+    /// Whether a generation has to be built or found first.
+    pub(super) fn is_unprepared(&self) -> bool {
+        self.local.is_some() && self.origin.is_none()
+    }
+
+    /// Builds the generation, or finds it.
+    pub(super) fn prepare(&mut self) -> Result<()> {
+        let Some(local) = &self.local else { return Ok(()) };
+        let origin = local.prepare(&self.config, &self.selection)?;
+        self.load_from(origin)
+    }
+
+    fn load_from(&mut self, origin: Origin) -> Result<()> {
+        self.config.generation = origin.generation().map(|path| text(path, "--cache-root")).transpose()?;
+        // As the generation notes the source, which may be coarser. The identity stays that of what was asked for.
+        self.config.selection = source::identity::digest(&origin.source);
+        self.origin = Some(origin);
+        Ok(())
+    }
+
+    /// Lets go of the generation, which the daemon holds now, or is about to.
+    pub(super) fn release(&mut self) {
+        self.origin = None;
+    }
+
+    /// What a load would read.
+    pub(super) fn to_load(&self) -> &Selection {
+        self.origin.as_ref().map_or(&self.selection, Origin::files)
+    }
+
+    /// Files that `--verify` has something to compare with, and how many there are in memory.
+    pub(super) fn verifiable(&self) -> (usize, usize) {
+        let in_memory = self.selection.files.iter().filter(|file| !file.passthrough).count();
+        match &self.origin {
+            Some(_) => (in_memory, in_memory),
+            None => (origin::of_hub(&self.selection).iter().flatten().count(), in_memory),
+        }
     }
 
     /// Connects to a daemon of this cache.
     pub(super) fn connect(&self, socket: &Path) -> Result<Client> {
         Client::connect(socket, ANSWER_TIMEOUT)
+    }
+}
+
+/// Looks through the source. Where that fails, a generation may stand in.
+fn select(args: &StartArgs, root: &Path, local: Option<&LocalCache>) -> Result<(Selection, Option<Origin>)> {
+    match (source::select(root, &args.selection.rules()), local) {
+        (Ok(selection), _) => Ok((selection, None)),
+        (Err(error), None) => Err(error),
+        (Err(error), Some(local)) => {
+            let origin = local.stand_in(args, Some(root), error)?.origin;
+            Ok((origin.source.clone(), Some(origin)))
+        }
     }
 }
 
@@ -132,8 +210,8 @@ fn limits_of(args: &StartArgs) -> Limits {
 }
 
 /// Adds what makes the cache what it is: the settings by name, and the digest over them and the selection.
-fn identified(mut config: Config, selection: &Selection) -> Config {
-    config.settings = settings(&config, selection);
+fn identified(mut config: Config, selection: &Selection, local: Option<&LocalCache>) -> Config {
+    config.settings = settings(&config, selection, local);
     let mut hash = Sha256::new();
     let mut text = |text: &str| {
         hash.update((text.len() as u64).to_le_bytes());
@@ -149,7 +227,7 @@ fn identified(mut config: Config, selection: &Selection) -> Config {
     config
 }
 
-fn settings(config: &Config, selection: &Selection) -> BTreeMap<String, String> {
+fn settings(config: &Config, selection: &Selection, local: Option<&LocalCache>) -> BTreeMap<String, String> {
     let SelectionRules { patterns, exclude, also_exclude, passthrough } = &config.rules;
     let globs = |globs: &[String]| match globs {
         [] => "none".to_owned(),
@@ -166,6 +244,8 @@ fn settings(config: &Config, selection: &Selection) -> BTreeMap<String, String> 
         ("--also-exclude", globs(also_exclude)),
         ("--passthrough", globs(passthrough)),
         ("view", shown(config.model_dir())),
+        ("--local-cache", local.map_or("off".to_owned(), LocalCache::setting)),
+        ("--verify", if config.verify { "on" } else { "off" }.to_owned()),
         ("--backing", config.tuning.backing.clone()),
         ("--max-memory-bytes", cap),
         ("--mlock", if config.tuning.lock_memory { "on" } else { "off" }.to_owned()),
@@ -215,7 +295,7 @@ mod tests {
         ] {
             assert_eq!(identity(same), plain, "{same:?}");
         }
-        let view = home.path().join("v");
+        let (view, root) = (home.path().join("v"), home.path().join("r"));
         let others = [
             &["--pattern", "*.json"][..],
             &["--exclude", "x"],
@@ -226,6 +306,10 @@ mod tests {
             &["--backing", "memfd"],
             &["--max-memory-bytes", "1GiB"],
             &["--idle-ttl", "5"],
+            &["--verify"],
+            &["--local-cache"],
+            &["--local-cache", "--cache-name", "m"],
+            &["--local-cache", "--cache-root", root.to_str().expect("UTF-8")],
         ];
         let mut seen = vec![plain.clone()];
         for other in others {
@@ -278,6 +362,12 @@ mod tests {
             "--engine tokio",
             "--read-size 0",
             "--no-wait --foreground",
+            "--cache-root /r",
+            "--cache-name m",
+            "--refresh-cache",
+            "--cache-workers 2",
+            "--local-cache --cache-workers 0",
+            "--local-cache --cache-name a@1",
         ] {
             let words = ["start", "m", "--name", "n"].into_iter().chain(line.split(' '));
             assert!(Line::try_parse_from(words).is_err(), "{line}");

@@ -115,6 +115,8 @@ fn config(base: &BaseDir, paths: &Paths) -> Config {
         view: text(&paths.view),
         kept_dirname: None,
         source: "/models/m".to_owned(),
+        generation: None,
+        verify: false,
         rules: SelectionRules::default(),
         tuning: Tuning {
             workers: 1,
