@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use iloader::budget::{cgroup, meminfo, quota as quota_file};
 use iloader::control::frame::{Decoder, HEADER_BYTES};
 use iloader::control::message::{PROTOCOL, PROTOCOL_OLDEST, Reply, Request};
+use iloader::disk::{format, journal as disk_journal, manifest, sums};
 use iloader::manifest::SelectionRules;
 use iloader::registry::{Name, Record, Terms};
 use iloader::source::{Identity, SelectedFile, Selection, advice, select};
@@ -25,6 +26,8 @@ pub(crate) const ALL: &[(&str, Check)] = &[
     ("cgroup", cgroup),
     ("claim", claim),
     ("frame", frame),
+    ("generation", generation),
+    ("journal", journal),
     ("pattern", pattern),
     ("quota", quota),
     ("record", record),
@@ -202,6 +205,46 @@ pub(crate) fn claim(bytes: &[u8]) {
         // Of another version only what every version has is read.
         Ok(terms) => assert!(terms.groups.is_none() && bytes.starts_with(b"iloader-claim ")),
         Err(error) => assert_short(error.message()),
+    }
+}
+
+/// The manifest of a generation: whatever it says, nothing leads out of the generation.
+pub(crate) fn generation(bytes: &[u8]) {
+    let manifest = match manifest::parse(bytes) {
+        Ok(manifest) => manifest,
+        Err(manifest::Fault::Version(error) | manifest::Fault::Damaged(error)) => {
+            assert!(error.message().len() < 1500 && !error.message().contains('\n'), "{error:?}");
+            return;
+        }
+    };
+    let files = manifest.files.iter().map(|file| file.path.as_str());
+    let links = manifest.directory_links.iter().flat_map(|link| [link.path.as_str(), link.target.as_str()]);
+    for path in files.chain(links) {
+        assert!(is_relative(path) && path.split('/').next() != Some(format::OUR_DIRECTORY), "{path:?}");
+    }
+    assert!(manifest.files.is_sorted_by(|a, b| a.path < b.path), "files stand twice");
+    assert!(Selection::of_manifest(&manifest).bytes() == manifest.bytes, "the sizes do not add up");
+    let lines = sums::text(&manifest);
+    assert_eq!(lines.lines().count(), manifest.files.len(), "one line each: {lines:?}");
+    let written = manifest::encode(&manifest).expect("what was read can be written");
+    assert_eq!(manifest::parse(&written).expect("what was written can be read"), manifest);
+}
+
+/// The journal of an interrupted copy; the first line is also tried as a name in a root.
+pub(crate) fn journal(bytes: &[u8]) {
+    let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    if let Some(entry) = std::str::from_utf8(first).ok().and_then(format::Entry::parse) {
+        assert_eq!(entry.to_string().as_bytes(), first, "two names of one thing");
+    }
+    let Some(journal) = disk_journal::parse(bytes) else { return };
+    assert!(Path::new(&journal.source).is_absolute());
+    for file in &journal.finished {
+        assert!(is_relative(&file.path) && file.sha256.is_some(), "{file:?}");
+    }
+    // What follows a sound journal adds to it, or nothing.
+    let cut = &bytes[..bytes.len() - 1];
+    if let Some(shorter) = disk_journal::parse(cut) {
+        assert_eq!(shorter.finished[..], journal.finished[..shorter.finished.len()]);
     }
 }
 

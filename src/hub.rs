@@ -656,4 +656,40 @@ mod tests {
         let error = resolve_in(Path::new("org/name"), &homeless).unwrap_err();
         assert!(error.message().contains("no home"), "{error}");
     }
+
+    #[test]
+    fn a_large_blob_is_named_by_its_digest() {
+        let digest = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let git = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391";
+        let found = |folder: &str, name: &str| blob_digest(&Path::new("/hub").join(folder).join(name));
+        assert_eq!(found("models--o--m/blobs", digest).unwrap().to_string(), digest);
+        assert!(found("datasets--o--d/blobs", digest).is_some());
+        for (folder, name) in [
+            ("models--o--m/blobs", git),
+            ("models--o--m/blobs", &digest.to_uppercase()),
+            ("models--o--m/blobs", &format!("{digest}.incomplete")),
+            ("models--o--m/snapshots", digest),
+            ("other/blobs", digest),
+            ("blobs", digest),
+        ] {
+            assert_eq!(found(folder, name), None, "{folder}/{name}");
+        }
+        assert_eq!(blob_digest(Path::new("/")), None);
+    }
+
+    #[test]
+    fn revisions_of_a_model_are_one_source() {
+        let same = |a: &str, b: &str| {
+            assert_eq!(same_source(Path::new(a), Path::new(b)), same_source(Path::new(b), Path::new(a)));
+            same_source(Path::new(a), Path::new(b))
+        };
+        assert!(same("/models/m", "/models/m"));
+        assert!(!same("/models/m", "/models/n"));
+        assert!(same("/h/models--o--m/snapshots/aa", "/h/models--o--m/snapshots/bb"));
+        assert!(same("/h/models--o--m/snapshots/aa/sub", "/h/models--o--m/snapshots/bb/sub"));
+        assert!(!same("/h/models--o--m/snapshots/aa/sub", "/h/models--o--m/snapshots/bb"));
+        assert!(!same("/h/models--o--m/snapshots/aa", "/h/models--o--n/snapshots/aa"));
+        assert!(!same("/h/models--o--m/snapshots/aa", "/g/models--o--m/snapshots/aa"));
+        assert!(!same("/h/m/snapshots/aa", "/h/m/snapshots/bb"));
+    }
 }

@@ -421,3 +421,224 @@ fn read_manifest(ours: BorrowedFd<'_>, path: &Path) -> std::result::Result<Manif
         Fault::Damaged(error) => unreadable(error),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::testing::Root;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    const FILES: &[(&str, &[u8])] =
+        &[("config.json", b"{}"), ("a/b/one.safetensors", b"one"), ("a/two", b"two two"), ("empty", b"")];
+
+    fn refused(path: &Path, kind: Kind, words: &str) {
+        let error = Generation::open(path).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.message().contains(words), "{error}");
+        assert!(!error.message().contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn a_generation_is_opened_by_path_link_and_name() {
+        let root = Root::new();
+        root.add("m", 9, FILES);
+        root.add("m", 10, FILES);
+        root.add("n", 11, FILES);
+        let newest = Generation::open(&root.path("m")).unwrap();
+        assert_eq!((newest.name().as_str(), newest.number()), ("m", 10));
+        assert_eq!(newest.path(), root.path("m@10"));
+        assert_eq!(newest.manifest().bytes, 12);
+        assert_eq!(Generation::open(&root.path("m@9/")).unwrap().number(), 9);
+        let link = root.beside("link");
+        symlink(root.path("m@9"), &link).unwrap();
+        assert_eq!(Generation::open(&link).unwrap().path(), root.path("m@9"));
+        // A directory that is called like a name is not in the way.
+        std::fs::create_dir(root.path("n")).unwrap();
+        assert_eq!(Generation::open(&root.path("n")).unwrap().number(), 11);
+    }
+
+    #[test]
+    fn what_is_no_generation_is_said_to_be_none() {
+        let root = Root::new();
+        root.add_staging("m", 1, b"x");
+        std::fs::create_dir(root.path("foreign@1")).unwrap();
+        std::fs::create_dir(root.path("two words")).unwrap();
+        std::fs::write(root.path("file@1"), "").unwrap();
+        refused(&root.path("m@1"), Kind::NotFound, "m@1");
+        refused(&root.path("m"), Kind::NotFound, "there is no generation");
+        refused(&root.path(".m@1.staging"), Kind::NotFound, "interrupted");
+        refused(&root.path("foreign@1"), Kind::NotFound, "no .iloader");
+        refused(&root.path("file@1"), Kind::NotFound, "file@1");
+        refused(&root.path("two words"), Kind::NotFound, "NAME@N");
+        refused(&root.path("missing/m"), Kind::NotFound, "there is no generation");
+        refused(Path::new("/"), Kind::NotFound, "is no generation");
+        refused(Path::new("nowhere-to-be-seen"), Kind::NotFound, "there is no generation");
+    }
+
+    #[test]
+    fn a_manifest_that_cannot_be_trusted_is_refused() {
+        let root = Root::new();
+        let generation = root.add("m", 1, FILES);
+        let path = generation.own_file(MANIFEST_FILE);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let with = |from: &str, to: &str| {
+            assert!(text.contains(from), "{from}");
+            std::fs::write(&path, text.replace(from, to)).unwrap();
+        };
+        with("\"schema\": 1", "\"schema\": 2, \"files\": 5, \"unheard-of\": []");
+        refused(generation.path(), Kind::Verification, "version 2");
+        with("a/two", "a/../../../etc/passwd");
+        refused(generation.path(), Kind::Verification, "leads elsewhere");
+        with("\"name\": \"m\"", "\"name\": \"other\"");
+        refused(generation.path(), Kind::Verification, "of other");
+        with("\"bytes\": 12", "\"bytes\": 13");
+        refused(generation.path(), Kind::Verification, "12 bytes, but it says 13");
+        std::fs::write(&path, &text[..text.len() / 2]).unwrap();
+        refused(generation.path(), Kind::Verification, "damaged");
+        std::fs::File::create(&path).unwrap().set_len(MANIFEST_BYTES_MAX + 1).unwrap();
+        refused(generation.path(), Kind::Verification, "are the most");
+        std::fs::remove_file(&path).unwrap();
+        refused(generation.path(), Kind::Verification, "manifest");
+        // A planted link is not followed, wherever it leads.
+        let elsewhere = root.beside("elsewhere.json");
+        std::fs::write(&elsewhere, &text).unwrap();
+        symlink(&elsewhere, &path).unwrap();
+        refused(generation.path(), Kind::Verification, "manifest");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, text.replace("\"schema\": 1", "\"schema\": 1, \"later\": true")).unwrap();
+        Generation::open(generation.path()).unwrap();
+        std::fs::rename(root.path("m@1/.iloader"), root.beside("ours")).unwrap();
+        symlink(root.beside("ours"), root.path("m@1/.iloader")).unwrap();
+        assert!(Generation::open(generation.path()).is_err(), "a link in place of our directory");
+    }
+
+    #[test]
+    fn a_selection_is_what_is_on_disk() {
+        let root = Root::new();
+        let made = root.add_linked("m", 1, FILES, &[("c", "a")]);
+        std::fs::remove_file(made.path().join("a/two")).unwrap();
+        std::fs::hard_link(made.path().join("config.json"), made.path().join("a/two")).unwrap();
+        let error = made.selection(&[]).unwrap_err();
+        assert_eq!(error.kind(), Kind::Verification);
+        assert!(error.message().contains("a/two") && error.message().contains("size 7 → 2"), "{error}");
+        assert!(error.hint_text().unwrap().contains("iloader verify"));
+
+        let generation = root.add_linked("m", 2, FILES, &[("c", "a")]);
+        let selection = generation.selection(&["a/b/".to_owned(), "empty".to_owned()]).unwrap();
+        assert_eq!(selection.root, generation.path());
+        assert_eq!(selection.directory_links, generation.manifest().directory_links);
+        let seen: Vec<(&str, u64, bool)> = selection
+            .files
+            .iter()
+            .map(|file| (file.path.as_str(), file.identity.bytes, file.passthrough))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                ("a/b/one.safetensors", 3, true),
+                ("a/two", 7, false),
+                ("config.json", 2, false),
+                ("empty", 0, true)
+            ]
+        );
+        for file in &selection.files {
+            let found = std::fs::metadata(&file.real).unwrap();
+            assert_eq!(file.identity, Identity::of(&found));
+        }
+        assert_eq!(generation.selection(&["[".to_owned()]).unwrap_err().kind(), Kind::Usage);
+    }
+
+    #[test]
+    fn files_that_changed_on_disk_are_named() {
+        let root = Root::new();
+        let mut number = 0;
+        let mut broken = |what: &dyn Fn(&Path), words: &str| {
+            number += 1;
+            let generation = root.add("m", number, FILES);
+            what(generation.path());
+            let error = generation.selection(&[]).unwrap_err();
+            assert_eq!(error.kind(), Kind::Verification, "{error}");
+            assert!(error.message().contains(words), "{error}");
+        };
+        broken(&|at| std::fs::remove_file(at.join("a/two")).unwrap(), "it is missing");
+        broken(&|at| std::fs::remove_dir_all(at.join("a")).unwrap(), "it is missing");
+        broken(&|at| std::fs::write(at.join("empty"), "x").unwrap(), "size 0 → 1");
+        broken(
+            &|at| {
+                std::fs::File::open(at.join("a/two"))
+                    .unwrap()
+                    .set_times(std::fs::FileTimes::new().set_modified(SystemTime::UNIX_EPOCH))
+                    .unwrap()
+            },
+            "modified",
+        );
+        broken(
+            &|at| {
+                std::fs::rename(at.join("a/two"), at.join("x")).unwrap();
+                symlink("../x", at.join("a/two")).unwrap();
+            },
+            "no regular file",
+        );
+        broken(
+            &|at| {
+                std::fs::rename(at.join("a"), at.join("x")).unwrap();
+                symlink("x", at.join("a")).unwrap();
+            },
+            "something else is in place",
+        );
+    }
+
+    #[test]
+    fn leases_are_seen_and_end_with_their_descriptor() {
+        let root = Root::new();
+        let generation = root.add("m", 1, FILES);
+        assert!(!generation.is_leased().unwrap());
+        let one = generation.lease().unwrap();
+        let two = generation.lease().unwrap();
+        assert!(generation.is_leased().unwrap());
+        drop(one);
+        let handed_on = two.into_fd();
+        assert!(generation.is_leased().unwrap());
+        assert!(generation.lease().is_ok(), "asking disturbs nobody");
+        drop(handed_on);
+        assert!(!generation.is_leased().unwrap());
+        std::fs::remove_file(generation.own_file(LOCK_FILE)).unwrap();
+        let _made_again = generation.lease().unwrap();
+        assert!(generation.is_leased().unwrap());
+        std::fs::remove_dir_all(generation.path()).unwrap();
+        assert_eq!(generation.lease().unwrap_err().kind(), Kind::NotFound);
+    }
+
+    #[test]
+    fn use_is_noted_by_the_time_of_a_file() {
+        let root = Root::new();
+        let generation = root.add("m", 1, FILES);
+        assert_eq!(generation.last_used().to_string(), generation.manifest().created);
+        assert!(!generation.own_file(USED_FILE).exists());
+        generation.mark_used();
+        assert!(generation.idle() < Duration::from_secs(60));
+        let set = |time| {
+            let file = std::fs::File::options().write(true).open(generation.own_file(USED_FILE)).unwrap();
+            file.set_times(std::fs::FileTimes::new().set_modified(time)).unwrap();
+        };
+        set(SystemTime::now() - Duration::from_secs(100));
+        assert!((100..160).contains(&generation.idle().as_secs()), "{:?}", generation.idle());
+        set(SystemTime::now() + Duration::from_secs(86_400));
+        assert_eq!(generation.idle(), Duration::ZERO, "the clock was set back");
+        generation.mark_used();
+        set(SystemTime::UNIX_EPOCH);
+        assert_eq!(generation.last_used().to_string(), generation.manifest().created);
+    }
+
+    #[test]
+    fn linked_files_are_one_inode() {
+        let root = Root::new();
+        let generation = root.add("m", 1, &[("one", &[7; 10_000])]);
+        let before = generation.inodes().unwrap();
+        std::fs::hard_link(generation.path().join("one"), generation.path().join("two")).unwrap();
+        assert_eq!(generation.inodes().unwrap().len(), before.len());
+        let found = std::fs::metadata(generation.path().join("one")).unwrap();
+        assert!(before.contains(&(found.dev(), found.ino(), found.blocks() * 512)));
+        std::fs::set_permissions(generation.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+}

@@ -125,3 +125,50 @@ impl Writer {
         self.file.write_all(&line)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::testing::Root;
+
+    #[test]
+    fn what_was_finished_is_read_back() {
+        let root = Root::new();
+        let staging = root.add_staging("m", 1, b"words");
+        let journal = read(&staging).unwrap().unwrap();
+        assert_eq!(journal.source, "/models/m");
+        assert_eq!(journal.finished.len(), 1);
+        assert_eq!((journal.finished[0].path.as_str(), journal.finished[0].bytes), ("finished", 5));
+        std::fs::remove_file(staging.join(OUR_DIRECTORY).join(FINISHED_FILE)).unwrap();
+        assert_eq!(read(&staging).unwrap(), None);
+        assert_eq!(read(&root.path("missing")).unwrap(), None);
+        std::os::unix::fs::symlink("/etc/passwd", staging.join(OUR_DIRECTORY).join(FINISHED_FILE)).unwrap();
+        assert_eq!(read(&staging).unwrap(), None, "a link is not followed");
+    }
+
+    #[test]
+    fn what_a_crash_cut_is_left_out() {
+        let root = Root::new();
+        let staging = root.add_staging("m", 1, b"words");
+        let path = staging.join(OUR_DIRECTORY).join(FINISHED_FILE);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (heading, line) = text.split_once('\n').unwrap();
+        let finished = |text: &str| parse(text.as_bytes()).map(|journal| journal.finished.len());
+        assert_eq!(finished(&format!("{heading}\n{line}{line}")), Some(2));
+        for cut in 0..line.len() {
+            assert_eq!(finished(&format!("{heading}\n{line}{}", &line[..cut])), Some(1), "{cut}");
+        }
+        for cut in 0..=heading.len() {
+            assert_eq!(finished(&heading[..cut]), None, "{cut}");
+        }
+        assert_eq!(
+            finished(&format!("{heading}\n{line}rubbish\n{line}")),
+            Some(1),
+            "no line behind a broken one"
+        );
+        for (from, to) in [("\"finished\"", "\"../finished\""), ("\"sha256\"", "\"sha\""), ("T", "x")] {
+            assert_eq!(finished(&format!("{heading}\n{}", line.replace(from, to))), Some(0), "{from}");
+        }
+        assert_eq!(finished(&text.replace("\"schema\":1", "\"schema\":2")), None);
+    }
+}

@@ -112,7 +112,7 @@ pub(super) fn is_held(path: &Path) -> Result<bool> {
         if try_lock(&file, FlockOperation::NonBlockingLockExclusive, path)? {
             return Ok(false);
         }
-        // Where it can be had shared, nobody but sharers and askers are there, and a sharer stays.
+        // Who else only asks is gone by the next attempt.
         std::thread::sleep(ATTEMPT_PAUSE);
     }
     Ok(true)

@@ -164,13 +164,13 @@ pub(super) fn check(manifest: &Manifest) -> Result<()> {
     if files.is_empty() || files.len() > FILES_MAX {
         return Err(damaged(format!("it names {} files, and 1 to {FILES_MAX} are possible", files.len())));
     }
+    files.iter().try_for_each(check_file)?;
     if let Some(pair) = files.windows(2).find(|pair| pair[0].path >= pair[1].path) {
         return Err(damaged(match pair[0].path == pair[1].path {
             true => format!("it names {} twice", brief(&pair[0].path)),
             false => format!("{} is out of order", brief(&pair[1].path)),
         }));
     }
-    files.iter().try_for_each(check_file)?;
     check_links(manifest)?;
     check_parents(manifest)?;
     check_bytes(manifest)
@@ -286,4 +286,162 @@ fn is_below(path: &str, directory: &str) -> bool {
 /// The directories that a path leads through.
 pub(super) fn parents(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('/').map(|(end, _)| &path[..end])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::{DirectoryLink, SelectionRules};
+
+    fn file(path: &str, inode: u64) -> FileEntry {
+        FileEntry {
+            path: path.to_owned(),
+            bytes: 5,
+            mtime: "2026-01-01T00:00:00.000000001Z".to_owned(),
+            device: 1,
+            inode,
+            sha256: Some(Digest([7; 32])),
+            passthrough: false,
+        }
+    }
+
+    fn link(path: &str, target: &str) -> DirectoryLink {
+        DirectoryLink { path: path.to_owned(), target: target.to_owned() }
+    }
+
+    /// `a/x` and `a/y` are one inode, `b` leads to `a`.
+    fn sound() -> Manifest {
+        Manifest {
+            schema: SCHEMA,
+            name: "m".to_owned(),
+            source: "/models/m".to_owned(),
+            selection: SelectionRules::default(),
+            files: vec![file("a/x", 1), file("a/y", 1), file("config.json", 2)],
+            directory_links: vec![link("b", "a")],
+            bytes: 10,
+            created: "2026-01-01T00:00:00Z".to_owned(),
+            tool: "0.1.0".to_owned(),
+        }
+    }
+
+    fn refused(change: impl FnOnce(&mut Manifest), words: &str) {
+        let mut manifest = sound();
+        change(&mut manifest);
+        let error = encode(&manifest).unwrap_err();
+        assert!(error.message().contains(words), "{error}");
+        let bytes = serde_json::to_vec(&manifest).unwrap();
+        let error = Error::from(parse(&bytes).unwrap_err());
+        assert_eq!(error.kind(), Kind::Verification);
+        assert!(error.message().contains(words), "{error}");
+        assert!(error.message().len() < 500 && !error.message().contains('\n'), "{error}");
+        assert!(error.hint_text().is_some());
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let manifest = sound();
+        let bytes = encode(&manifest).unwrap();
+        assert!(bytes.ends_with(b"}\n"));
+        assert_eq!(parse(&bytes).unwrap(), manifest);
+    }
+
+    #[test]
+    fn no_path_leads_out() {
+        for (path, why) in [
+            ("", "is empty"),
+            ("/etc/passwd", "is absolute"),
+            ("..", "leads elsewhere"),
+            ("a/../../b", "leads elsewhere"),
+            ("./a", "leads elsewhere"),
+            ("a//b", "has an empty part"),
+            ("a/", "has an empty part"),
+            ("a\0b", "holds a zero byte"),
+            (".iloader", "iloader's own files"),
+            (".iloader/lock", "iloader's own files"),
+            (&"x".repeat(256), "a part that is too long"),
+            (&"x/".repeat(3000), "longer than a path"),
+        ] {
+            assert_eq!(check_path(path).map_err(|found| found.contains(why)), Err(true), "{path}");
+            refused(|manifest| manifest.files[0].path = path.to_owned(), why);
+            refused(|manifest| manifest.directory_links[0].path = path.to_owned(), why);
+            refused(|manifest| manifest.directory_links[0].target = path.to_owned(), why);
+        }
+        for fine in ["a", "...", "a/.iloader", "a\nb", "é", ".iloaderx"] {
+            assert_eq!(check_path(fine), Ok(()), "{fine}");
+        }
+    }
+
+    #[test]
+    fn links_stay_inside_and_nothing_stands_below_them() {
+        refused(
+            |manifest| manifest.directory_links[0].target = "missing".to_owned(),
+            "no directory of the selection",
+        );
+        refused(|manifest| manifest.directory_links[0].target = "config.json".to_owned(), "no directory");
+        refused(|manifest| manifest.directory_links[0].target = "b".to_owned(), "a directory that holds it");
+        refused(|manifest| manifest.directory_links[0] = link("a/up", "a"), "a directory that holds it");
+        refused(|manifest| manifest.directory_links[0].path = "config.json".to_owned(), "twice");
+        refused(|manifest| manifest.directory_links.push(link("b", "a")), "twice");
+        refused(|manifest| manifest.directory_links.push(link("b/c", "a")), "stands below b");
+        refused(|manifest| manifest.directory_links.push(link("c", "b")), "no directory of the selection");
+        refused(
+            |manifest| manifest.directory_links.extend([link("b/c", "a"), link("d", "b")]),
+            "through another link",
+        );
+        refused(
+            |manifest| {
+                manifest.files.insert(2, file("b/z", 3));
+                manifest.bytes = 15;
+            },
+            "stands below b",
+        );
+        refused(
+            |manifest| {
+                manifest.files.insert(1, file("a/x/z", 3));
+                manifest.bytes = 15;
+            },
+            "stands below a/x",
+        );
+        // A directory that holds nothing but a link.
+        let mut manifest = sound();
+        manifest.directory_links = vec![link("c", "d"), link("d/e", "a")];
+        encode(&manifest).unwrap();
+    }
+
+    #[test]
+    fn facts_that_cannot_be_are_refused() {
+        refused(|manifest| manifest.schema = 7, "version 7");
+        refused(|manifest| manifest.name = "a b".to_owned(), "is no name");
+        refused(|manifest| manifest.source = "relative".to_owned(), "no absolute path");
+        refused(|manifest| manifest.created = "yesterday".to_owned(), "is no time");
+        refused(|manifest| manifest.files.clear(), "names 0 files");
+        refused(|manifest| manifest.files.swap(0, 2), "out of order");
+        refused(|manifest| manifest.files[1].path = "a/x".to_owned(), "twice");
+        refused(|manifest| manifest.files[2].sha256 = None, "no digest");
+        refused(|manifest| manifest.files[2].passthrough = true, "passed through");
+        refused(|manifest| manifest.files[2].mtime = "now".to_owned(), "the time of config.json");
+        refused(|manifest| manifest.bytes = 15, "have 10 bytes, but it says 15");
+        refused(|manifest| manifest.files[1].sha256 = Some(Digest([8; 32])), "another size, time or digest");
+        refused(|manifest| manifest.files[2].bytes = u64::MAX - 2, "more than a file system holds");
+    }
+
+    #[test]
+    fn another_version_is_told_before_anything_else_is_read() {
+        let error = parse(br#"{"schema": 12, "files": "of another kind"}"#).unwrap_err();
+        assert!(
+            matches!(&error, Fault::Version(error) if error.message().contains("version 12")),
+            "{error:?}"
+        );
+        for bytes in [
+            &b""[..],
+            b"{}",
+            b"[]",
+            b"\xff",
+            br#"{"schema": "1"}"#,
+            br#"{"schema": 1}"#,
+            br#"{"schema": -1}"#,
+        ] {
+            assert!(matches!(parse(bytes), Err(Fault::Damaged(_))), "{bytes:?}");
+        }
+    }
 }

@@ -18,6 +18,8 @@ mod room;
 mod staging;
 pub mod store;
 pub mod sums;
+#[cfg(test)]
+pub(crate) mod testing;
 mod tree;
 pub mod verify;
 mod writer;

@@ -273,3 +273,169 @@ fn in_use(path: &Path, why: &str) -> Error {
     Error::new(Kind::InUse, format!("{} is not removed: {why}", shown(path)))
         .hint("end what uses it, and try again")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::testing::Root;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::process::{Command, Stdio};
+
+    fn left(root: &Root) -> Vec<String> {
+        let entries = std::fs::read_dir(root.store.root()).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_generation_goes_and_nothing_outside_of_it() {
+        let root = Root::new();
+        let precious = root.beside("precious");
+        std::fs::create_dir(&precious).unwrap();
+        std::fs::write(precious.join("letter"), "dear all").unwrap();
+        let kept = root.add("m", 1, &[("f", b"1")]);
+        let generation = root.add("m", 2, &[("a/b/c", b"1"), ("f", b"2")]);
+        symlink(&precious, generation.path().join("link")).unwrap();
+        symlink(precious.join("letter"), generation.path().join("a/link")).unwrap();
+        std::fs::hard_link(kept.path().join("f"), generation.path().join("shared")).unwrap();
+        std::fs::create_dir(generation.path().join("foreign")).unwrap();
+        std::fs::write(generation.path().join("foreign/file"), "").unwrap();
+        for directory in ["a/b", "a"] {
+            let path = generation.path().join(directory);
+            std::fs::set_permissions(path, PermissionsExt::from_mode(0o500)).unwrap();
+        }
+        // What an earlier removal left is in the way.
+        std::fs::create_dir_all(root.path(".m@2.removing/old")).unwrap();
+        root.store.remove(&generation).unwrap();
+        assert_eq!(left(&root), [".iloader", "m@1"]);
+        assert_eq!(std::fs::read(precious.join("letter")).unwrap(), b"dear all");
+        kept.selection(&[]).unwrap();
+        assert_eq!(root.store.remove(&generation).unwrap_err().kind(), Kind::NotFound);
+    }
+
+    #[test]
+    fn a_leased_generation_stays_and_the_holder_is_named() {
+        let root = Root::new();
+        let generation = root.add("m", 1, &[("f", b"1")]);
+        let lease = generation.lease().unwrap();
+        let error = root.store.remove(&generation).unwrap_err();
+        assert_eq!(error.kind(), Kind::InUse);
+        assert!(error.message().contains(&format!("leased by process {}", std::process::id())), "{error}");
+        generation.selection(&[]).unwrap();
+        drop(lease);
+        root.store.remove(&generation).unwrap();
+    }
+
+    #[test]
+    fn a_generation_that_is_read_without_a_lease_stays_and_the_reader_is_named() {
+        let root = Root::new();
+        let generation = root.add("m", 1, &[("f", b"1")]);
+        let copy = root.add("m", 2, &[("g", b"2")]);
+        std::fs::hard_link(generation.path().join("f"), copy.path().join("f")).unwrap();
+        let mut reader = Command::new("sleep")
+            .arg("600")
+            .stdin(std::fs::File::open(generation.path().join("f")).unwrap())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        // The other one has the same inode, but is not what was opened.
+        let other = root.store.remove(&copy);
+        let error = root.store.remove(&generation).unwrap_err();
+        reader.kill().unwrap();
+        reader.wait().unwrap();
+        other.unwrap();
+        assert_eq!(error.kind(), Kind::InUse);
+        assert!(error.message().contains(&format!("process {}", reader.id())), "{error}");
+        assert!(error.message().contains("sleep"), "{error}");
+        root.store.remove(&generation).unwrap();
+    }
+
+    #[test]
+    fn what_cannot_be_read_can_be_removed() {
+        let root = Root::new();
+        root.add("m", 1, &[("f", b"1")]);
+        std::fs::write(root.path("m@1/.iloader/manifest.json"), "{").unwrap();
+        let listing = root.store.list().unwrap();
+        root.store.remove_unreadable(&listing.unreadable[0]).unwrap();
+        assert_eq!(left(&root), [".iloader"]);
+    }
+
+    #[test]
+    fn leftovers_go_unless_somebody_works_in_them() {
+        let root = Root::new();
+        let name: Name = "m".parse().unwrap();
+        root.add_staging("m", 3, b"x");
+        std::fs::create_dir_all(root.path(".m@2.removing/.iloader")).unwrap();
+        std::fs::write(root.path(".m@2.removing/.iloader/lock"), "").unwrap();
+        let leftovers = || root.store.list().unwrap().leftovers;
+
+        let building = root.store.try_lock_name(&name).unwrap().unwrap();
+        let removing = lock::exclusive(&root.path(".m@2.removing/.iloader/lock")).unwrap().unwrap();
+        assert!(leftovers().iter().all(|leftover| leftover.is_in_use));
+        for leftover in leftovers() {
+            assert_eq!(root.store.remove_leftover(&leftover).unwrap_err().kind(), Kind::InUse);
+        }
+        drop((building, removing));
+        assert_eq!(leftovers().len(), 2);
+        for leftover in leftovers() {
+            assert!(!leftover.is_in_use);
+            root.store.remove_leftover(&leftover).unwrap();
+            root.store.remove_leftover(&leftover).unwrap();
+        }
+        assert_eq!(left(&root), [".iloader"]);
+    }
+
+    #[test]
+    fn a_root_that_cannot_be_written_can_be_used() {
+        if rustix::process::geteuid().is_root() {
+            return crate::skipped("modes do not bind root");
+        }
+        let root = Root::new();
+        let generation = root.add("m", 1, &[("f", b"1")]);
+        drop(root.store.try_lock_name(generation.name()).unwrap().unwrap());
+        let set = |mode| {
+            for path in [root.path(".iloader"), root.path("m@1/.iloader"), root.path("m@1"), root.path("")] {
+                std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+            }
+        };
+        set(0o555);
+        let store = Store::open(root.store.root()).unwrap();
+        let found = store.newest(generation.name()).unwrap().unwrap();
+        let lease = found.lease().unwrap();
+        assert!(found.is_leased().unwrap());
+        found.mark_used();
+        assert_eq!(found.last_used().to_string(), found.manifest().created);
+        drop(lease);
+        let lock = store.try_lock_name(found.name()).unwrap().unwrap();
+        drop(lock);
+        let error = store.try_lock_name(&"other".parse().unwrap()).unwrap_err();
+        assert!(error.message().contains("permission denied"), "{error}");
+        assert!(store.remove(&found).unwrap_err().message().contains("permission denied"));
+        found.selection(&[]).unwrap();
+        set(0o755);
+        store.remove(&found).unwrap();
+    }
+
+    #[test]
+    fn a_lock_is_waited_for_until_it_is_free_or_nobody_wants_it() {
+        let root = Root::new();
+        let name: Name = "m".parse().unwrap();
+        let held = root.store.try_lock_name(&name).unwrap().unwrap();
+        let waits = std::cell::Cell::new(0);
+        let waiting = || waits.set(waits.get() + 1);
+        let error = root.store.lock_name(&name, &waiting, &|| waits.get() > 0).unwrap_err();
+        assert_eq!((error.kind(), waits.get()), (Kind::Cancelled, 1));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(std::time::Duration::from_millis(120));
+                drop(held);
+            });
+            root.store.lock_name(&name, &waiting, &|| false).unwrap();
+        });
+        assert_eq!(waits.get(), 2, "said once for each");
+        root.store.lock_name(&name, &waiting, &|| false).unwrap();
+        assert_eq!(waits.get(), 2);
+    }
+}

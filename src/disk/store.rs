@@ -207,3 +207,128 @@ pub(super) fn check_owner(root: &OwnedFd, found: &Stat, path: &Path) -> Result<(
     );
     Err(Error::new(Kind::Failed, why).hint("use a --cache-root that only those you trust may write to"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::format::OUR_DIRECTORY;
+    use crate::disk::testing::Root;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    #[test]
+    fn a_root_is_made_or_must_be_there() {
+        let home = tempfile::tempdir().unwrap();
+        let missing = home.path().join("missing");
+        assert_eq!(Store::open(&missing).unwrap_err().kind(), Kind::NotFound);
+        std::fs::write(home.path().join("file"), "").unwrap();
+        assert!(Store::open(&home.path().join("file")).is_err());
+        assert!(Store::create(&home.path().join("file/x"), false).is_err());
+
+        let private = Store::create(&home.path().join("a/private"), true).unwrap();
+        assert!(private.is_private());
+        assert_eq!(std::fs::metadata(private.root()).unwrap().mode() & 0o777, 0o700);
+        let shared = Store::create(&home.path().join("b/shared"), false).unwrap();
+        std::fs::set_permissions(shared.root(), PermissionsExt::from_mode(0o755)).unwrap();
+        assert!(!Store::open(shared.root()).unwrap().is_private());
+        assert!(Store::open(private.root()).unwrap().is_private());
+        std::fs::set_permissions(private.root(), PermissionsExt::from_mode(0o770)).unwrap();
+        let error = Store::create(private.root(), true).unwrap_err();
+        assert!(error.message().contains("may be written by others (mode 770)"), "{error}");
+    }
+
+    #[test]
+    fn all_of_ours_is_listed_and_nothing_else() {
+        let root = Root::new();
+        assert!(root.store.list().unwrap().generations.is_empty());
+        for (name, number) in [("b", 10), ("b", 9), ("a", 1)] {
+            root.add(name, number, &[("f", b"1")]);
+        }
+        root.add("c", 1, &[("f", b"1")]);
+        std::fs::write(root.path("c@1/.iloader/manifest.json"), "{}").unwrap();
+        let staging = root.add_staging("a", 2, &[1; 100_000]);
+        std::fs::create_dir(root.path(".a@1.removing")).unwrap();
+        std::fs::create_dir(root.path("foreign@1")).unwrap();
+        std::fs::create_dir(root.path("d")).unwrap();
+        std::fs::write(root.path("e@1"), "").unwrap();
+        symlink(root.path("a@1"), root.path("f@1")).unwrap();
+        symlink(&staging, root.path(".f@2.staging")).unwrap();
+
+        let listing = root.store.list().unwrap();
+        let names: Vec<String> = listing.generations.iter().map(|g| g.entry().to_string()).collect();
+        assert_eq!(names, ["a@1", "b@9", "b@10"]);
+        let unreadable = &listing.unreadable[..];
+        assert_eq!(unreadable.len(), 1);
+        assert_eq!((unreadable[0].path.clone(), unreadable[0].number), (root.path("c@1"), 1));
+        let found: Vec<(&str, u64, bool)> =
+            listing.leftovers.iter().map(|left| (left.what, left.number, left.is_in_use)).collect();
+        assert_eq!(found, [("half removed", 1, false), ("an interrupted copy", 2, false)]);
+        let blocks = std::fs::metadata(staging.join("finished")).unwrap().blocks() * 512;
+        assert!(listing.leftovers[1].bytes >= blocks && blocks > 0);
+    }
+
+    #[test]
+    fn the_newest_has_the_highest_number_and_is_whole() {
+        let root = Root::new();
+        let newest = || {
+            let found = root.store.newest(&"m".parse().unwrap());
+            found.map(|found| found.map(|generation| generation.number()))
+        };
+        assert_eq!(newest().unwrap(), None);
+        for number in [9, 10, 11] {
+            root.add("m", number, &[("f", b"1")]);
+        }
+        root.add("m2", 12, &[("f", b"1")]);
+        root.add_staging("m", 13, b"x");
+        assert_eq!(newest().unwrap(), Some(11));
+        let manifest = root.path("m@11/.iloader/manifest.json");
+        std::fs::write(&manifest, "torn").unwrap();
+        assert_eq!(newest().unwrap(), Some(10), "a damaged one is none");
+        std::fs::write(&manifest, r#"{"schema": 2}"#).unwrap();
+        assert_eq!(newest().unwrap_err().kind(), Kind::Verification, "nobody guesses past a newer program's");
+        assert_eq!(root.store.generation(&"m".parse().unwrap(), 9).unwrap().number(), 9);
+    }
+
+    #[test]
+    fn numbers_are_never_given_twice() {
+        let root = Root::new();
+        let name: Name = "m".parse().unwrap();
+        let lock = root.store.try_lock_name(&name).unwrap().unwrap();
+        assert_eq!(root.store.next_number(&lock).unwrap(), 1);
+        assert_eq!(root.store.next_number(&lock).unwrap(), 2, "whatever became of 1");
+        root.add_staging("m", 7, b"x");
+        assert_eq!(root.store.next_number(&lock).unwrap(), 8);
+        assert!(root.store.try_lock_name(&name).unwrap().is_none(), "held");
+        assert!(root.store.try_lock_name(&"n".parse().unwrap()).unwrap().is_some());
+        drop(lock);
+        let generation = root.add("m", 20, &[("f", b"1")]);
+        root.store.remove(&generation).unwrap();
+        let lock = root.store.try_lock_name(&name).unwrap().unwrap();
+        assert_eq!(root.store.next_number(&lock).unwrap(), 21);
+        drop(lock);
+        // What a power failure may leave of the file.
+        std::fs::write(root.path(".iloader/m.lock"), [0; 3]).unwrap();
+        root.add("m", 30, &[("f", b"1")]);
+        let lock = root.store.try_lock_name(&name).unwrap().unwrap();
+        assert_eq!(root.store.next_number(&lock).unwrap(), 31);
+        std::fs::write(root.path(".iloader/m.lock"), format!("{}\n", u64::MAX)).unwrap();
+        assert!(root.store.next_number(&lock).unwrap_err().message().contains("no number left"));
+    }
+
+    #[test]
+    fn what_is_private_is_so_whatever_the_umask_and_what_is_shared_can_be_locked() {
+        let home = tempfile::tempdir().unwrap();
+        let private = Store::create(&home.path().join("private"), true).unwrap();
+        drop(private.try_lock_name(&"m".parse().unwrap()).unwrap().unwrap());
+        let mode = |path: PathBuf| std::fs::metadata(path).unwrap().mode() & 0o777;
+        assert_eq!(mode(private.root().join(OUR_DIRECTORY)), 0o700);
+        assert_eq!(mode(private.root().join(".iloader/m.lock")), 0o600);
+        let shared = Store::create(&home.path().join("shared"), false).unwrap();
+        std::fs::set_permissions(shared.root(), PermissionsExt::from_mode(0o2775)).unwrap();
+        let shared = Store::open(shared.root()).unwrap();
+        std::fs::create_dir(shared.root().join(OUR_DIRECTORY)).unwrap();
+        std::fs::set_permissions(shared.root().join(OUR_DIRECTORY), PermissionsExt::from_mode(0o2775))
+            .unwrap();
+        drop(shared.try_lock_name(&"m".parse().unwrap()).unwrap().unwrap());
+        assert_eq!(mode(shared.root().join(".iloader/m.lock")) & 0o660, 0o660, "the group may build too");
+    }
+}

@@ -30,3 +30,50 @@ pub fn is_at_top(manifest: &Manifest) -> bool {
     !manifest.files.iter().any(|file| taken(&file.path))
         && !manifest.directory_links.iter().any(|link| taken(&link.path))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::testing::Root;
+    use std::process::Command;
+
+    #[test]
+    fn the_real_sha256sum_prints_and_checks_the_same() {
+        let root = Root::new();
+        let files: &[(&str, &[u8])] = &[
+            ("plain", b"1"),
+            ("two words", b"2"),
+            ("back\\slash", b"3"),
+            ("line\nbreak", b"4"),
+            ("re\rturn", b"5"),
+            (" *odd", b"6"),
+            ("d/é", b"7"),
+            ("-option", b""),
+        ];
+        let generation = root.add("m", 1, files);
+        let text = std::fs::read_to_string(generation.path().join(SUMS_FILE)).unwrap();
+        let run = |arguments: &[&str]| {
+            let mut command = Command::new("sha256sum");
+            command.args(arguments).current_dir(generation.path()).env("LC_ALL", "C").output()
+        };
+        let paths = generation.manifest().files.iter().map(|file| file.path.as_str());
+        let printed = match run(&["--"].into_iter().chain(paths).collect::<Vec<_>>()) {
+            Ok(output) => String::from_utf8(output.stdout).unwrap(),
+            Err(cause) => return crate::skipped(format!("sha256sum cannot be run: {cause}")),
+        };
+        assert_eq!(text, printed);
+        let check = || run(&["-c", "--strict", "--quiet", SUMS_FILE]).unwrap();
+        assert!(check().status.success(), "{:?}", check());
+        std::fs::write(generation.path().join("plain"), b"!").unwrap();
+        assert!(!check().status.success());
+    }
+
+    #[test]
+    fn a_file_of_the_source_keeps_its_place() {
+        let root = Root::new();
+        let is_at_top = |files: &[(&str, &[u8])]| sums::is_at_top(root.add("m", 1, files).manifest());
+        use crate::disk::sums;
+        assert!(is_at_top(&[("a", b"1"), ("d/SHA256SUMS", b"")]));
+        assert!(!is_at_top(&[("a", b"1"), ("SHA256SUMS", b"")]));
+    }
+}

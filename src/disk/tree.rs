@@ -188,3 +188,57 @@ fn removed(result: rustix::io::Result<()>, path: &Path) -> Result<()> {
         Err(errno) => Err(failed("remove", path)(errno)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn open(path: &Path) -> OwnedFd {
+        std::fs::File::open(path).unwrap().into()
+    }
+
+    #[test]
+    fn neither_links_nor_mounts_are_entered() {
+        let home = tempfile::tempdir().unwrap();
+        std::fs::create_dir(home.path().join("d")).unwrap();
+        symlink("d", home.path().join("link")).unwrap();
+        let inside = |name: &str| open_inside(open(home.path()), OsStr::new(name)).map(drop);
+        assert_eq!(inside("d"), Ok(()));
+        assert!(matches!(inside("link"), Err(Errno::LOOP | Errno::NOTDIR)));
+        assert_eq!(inside("missing"), Err(Errno::NOENT));
+        assert_eq!(open_inside(open(Path::new("/")), OsStr::new("proc")).map(drop), Err(Errno::XDEV));
+        let root = open(Path::new("/"));
+        let error = enter(root.as_fd(), OsStr::new("proc"), Path::new("/proc")).unwrap_err();
+        assert!(error.message().contains("mounted at /proc"), "{error}");
+        assert_eq!(error.hint_text(), Some("umount /proc"));
+        let error = remove(root.as_fd(), OsStr::new("proc"), Path::new("/proc"), "").unwrap_err();
+        assert_eq!(error.kind(), Kind::InUse);
+    }
+
+    #[test]
+    fn a_walk_sees_each_entry_and_a_removal_takes_it() {
+        let home = tempfile::tempdir().unwrap();
+        let deep = home.path().join("d/a/b/c");
+        std::fs::create_dir_all(&deep).unwrap();
+        std::fs::write(deep.join("f"), [1; 5000]).unwrap();
+        symlink("/etc/passwd", deep.join("link")).unwrap();
+        let found = walk(open(&home.path().join("d")), Path::new("d")).unwrap();
+        assert_eq!(found.len(), 6);
+        assert_eq!(found.iter().filter(|found| found.is_file).count(), 1);
+        let parent = open(home.path());
+        remove(parent.as_fd(), OsStr::new("d"), &home.path().join("d"), "a").unwrap();
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
+        remove(parent.as_fd(), OsStr::new("d"), &home.path().join("d"), "a").unwrap();
+        assert!(Path::new("/etc/passwd").exists());
+    }
+
+    #[test]
+    fn what_is_too_deep_is_not_entered() {
+        let home = tempfile::tempdir().unwrap();
+        let deep = ["d"; DEPTH_MAX + 2].join("/");
+        std::fs::create_dir_all(home.path().join(deep)).unwrap();
+        let error = walk(open(home.path()), home.path()).unwrap_err();
+        assert!(error.message().contains("directories deep"), "{error}");
+    }
+}

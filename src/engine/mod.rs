@@ -44,7 +44,7 @@ pub enum Choice {
     Auto,
     /// Batched io_uring submission.
     IoUring,
-    /// `pread` on threads.
+    /// `pread` and `pwrite` on threads.
     Threads,
 }
 
@@ -148,6 +148,67 @@ impl Selected {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::map::Mapping;
+    use std::io::Read;
+    use std::sync::Arc;
+
+    /// Writes what it then reads back, more than the engine takes at once.
+    fn writes_arrive(engine: &mut dyn Engine) {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let blocks = engine.depth() as u64 * 3;
+        let mut memory = Mapping::anonymous(blocks as usize * 4096).unwrap();
+        let mut done = Vec::new();
+        for token in 0..blocks {
+            let mut window = memory.split_to(4096);
+            window.as_mut_slice().fill(token as u8 + 1);
+            let (file, direction) = (Arc::clone(&file), Direction::Write);
+            let mut next = Transfer { token, direction, file, offset: token * 4096, window };
+            while let Err(back) = engine.submit(next) {
+                assert_eq!(back.token, token, "what does not fit comes back");
+                engine.reap(&mut done).unwrap();
+                next = back;
+            }
+        }
+        while done.len() < blocks as usize {
+            engine.reap(&mut done).unwrap();
+        }
+        let mut tokens: Vec<u64> = done.iter().map(|completion| completion.token).collect();
+        tokens.sort_unstable();
+        assert_eq!(tokens, (0..blocks).collect::<Vec<_>>(), "each comes back once");
+        for completion in done {
+            assert_eq!(completion.result.unwrap(), 4096);
+            assert!(completion.window.as_slice().iter().all(|byte| *byte == completion.token as u8 + 1));
+        }
+        let mut bytes = Vec::new();
+        (&*file).read_to_end(&mut bytes).unwrap();
+        let expected = (0..blocks).flat_map(|token| [token as u8 + 1; 4096]);
+        assert!(bytes.into_iter().eq(expected));
+    }
+
+    /// A write to a file that is open for reading only fails, and its window comes back.
+    fn a_refused_write_comes_back(engine: &mut dyn Engine) {
+        let file = Arc::new(std::fs::File::open("/proc/self/exe").unwrap());
+        let window = Mapping::anonymous(4096).unwrap();
+        engine.submit(Transfer { token: 3, direction: Direction::Write, file, offset: 0, window }).unwrap();
+        let mut done = Vec::new();
+        engine.reap(&mut done).unwrap();
+        let completion = done.pop().unwrap();
+        assert_eq!((completion.token, completion.window.len()), (3, 4096));
+        assert_eq!(completion.result.unwrap_err().raw_os_error(), Some(libc::EBADF));
+    }
+
+    #[test]
+    fn every_engine_writes() {
+        for choice in [Choice::Threads, Choice::IoUring] {
+            match Selected::probe(choice, Some(4)) {
+                Ok(selected) => {
+                    writes_arrive(selected.start().unwrap().as_mut());
+                    a_refused_write_comes_back(selected.start().unwrap().as_mut());
+                }
+                Err(error) => crate::skipped(error),
+            }
+        }
+    }
 
     #[test]
     fn threads_can_always_be_had() {

@@ -26,8 +26,9 @@ use crate::sys::map::Window;
 /// # Errors
 ///
 /// The first error of `inner` ends the load, and is what comes out; unless the load found that its source had changed,
-/// which then is the reason of both. A load that fails drops what waits to be hashed. When this returns, every window
-/// has been handed on or dropped, and no thread of it is left.
+/// which then is the reason of both. A load that fails drops what waits to be hashed; but where a source has changed, which
+/// a load looks for when all is read, what can still be hashed is, so that `inner` knows what the bytes were. When this
+/// returns, every window has been handed on or dropped, and no thread of it is left.
 pub fn hashed<T>(
     plan: &Plan,
     inner: &dyn Sink,
@@ -55,7 +56,7 @@ pub fn hashed<T>(
             }
         }
         let loaded = load(&hashing);
-        if loaded.is_err() {
+        if loaded.as_ref().is_err_and(|error| error.kind() != Kind::SourceChanged) {
             hashing.give_up();
         }
         loaded
@@ -450,6 +451,14 @@ mod tests {
             Err(Error::new(Kind::SourceChanged, "a changed"))
         });
         assert_eq!(error.unwrap_err().kind(), Kind::SourceChanged);
+        // The digest is told all the same.
+        let recorder = Recorder::default();
+        let error = hashed(&plan, &recorder, 1, |sink| -> Result<()> {
+            sink.filled(&plan.chunks[0], full(&plan.chunks[0]), 0)?;
+            Err(Error::new(Kind::SourceChanged, "a changed"))
+        });
+        assert_eq!(error.unwrap_err().kind(), Kind::SourceChanged);
+        assert_eq!(recorder.events.into_inner().unwrap().len(), 2);
     }
 
     #[test]
