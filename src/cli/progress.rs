@@ -443,7 +443,7 @@ mod tests {
         assert_eq!(
             world.text(),
             "loading qwen: 1.0 GiB of 16.0 GiB (6 %), 1.0 GiB/s read, 512 MiB/s written, 30 s left\n\
-             loading qwen: 1.3 GiB in 2.5 s (512 MiB/s)\n"
+             loading qwen: 1.2 GiB in 2.5 s (512 MiB/s)\n"
         );
     }
 
