@@ -6,7 +6,7 @@ use super::copy::Copying;
 use super::format::{Entry, OUR_DIRECTORY, State};
 use super::medium::{Disk, Medium};
 use super::staging::remove_tree;
-use super::{Generation, Store};
+use super::{Generation, NameLock, Store};
 use crate::engine::Selected;
 use crate::error::{Error, Kind, Result, shown};
 use crate::hub;
@@ -84,20 +84,19 @@ pub(super) fn build_on(
 ) -> Result<Built> {
     let selection = loaded_whole(request.selection);
     check_places(store.root(), &selection)?;
-    let lock = store.lock_name(request.name, &|| watch.waiting(), &|| watch.cancelled())?;
     let mut notes = Vec::new();
-    let newest = store.newest(request.name)?;
-    if let Some(newest) = newest {
-        check_owner(&newest, &selection, request.name)?;
-        if !request.refresh && differences(&newest, &selection, 1).is_empty() {
-            match newest.selection(&[]) {
-                Ok(_) => {
-                    newest.mark_used();
-                    return Ok(fresh(newest, notes));
-                }
-                Err(error) => notes.push(format!("{} is not used: {error}", shown(newest.path()))),
-            }
+    // Without the lock: on a root that cannot be written to, what is there serves as well.
+    if let Some(generation) = find_fresh(store, request, &selection, &mut notes)? {
+        if let Ok(Some(lock)) = store.try_lock_name(request.name) {
+            remove_superseded(medium, store, &lock, &generation, &mut notes);
         }
+        return Ok(fresh(generation, notes));
+    }
+    notes.clear();
+    let lock = store.lock_name(request.name, &|| watch.waiting(), &|| watch.cancelled())?;
+    // Whoever was waited for may have built it.
+    if let Some(generation) = find_fresh(store, request, &selection, &mut notes)? {
+        return Ok(fresh(generation, notes));
     }
     let number = store.next_number(&lock)?;
     let entry = Entry { name: request.name.clone(), number, state: State::Staging };
@@ -105,7 +104,7 @@ pub(super) fn build_on(
     let (path, copied) = copying.run(&mut notes)?;
     let generation = Generation::open(&path)?;
     generation.mark_used();
-    remove_superseded(medium, store, &generation, &mut notes);
+    remove_superseded(medium, store, &lock, &generation, &mut notes);
     drop(lock);
     Ok(Built {
         generation,
@@ -138,7 +137,29 @@ fn loaded_whole(selection: &Selection) -> Selection {
     selection
 }
 
+/// The newest generation of the name where it is what is asked for, and looks whole.
+fn find_fresh(
+    store: &Store,
+    request: &Request<'_>,
+    selection: &Selection,
+    notes: &mut Vec<String>,
+) -> Result<Option<Generation>> {
+    let Some(newest) = store.newest(request.name)? else { return Ok(None) };
+    check_owner(&newest, selection, request.name)?;
+    if request.refresh || !differences(&newest, selection, 1).is_empty() {
+        return Ok(None);
+    }
+    match newest.selection(&[]) {
+        Ok(_) => Ok(Some(newest)),
+        Err(error) => {
+            notes.push(format!("{} is not used: {error}", shown(newest.path())));
+            Ok(None)
+        }
+    }
+}
+
 fn fresh(generation: Generation, notes: Vec<String>) -> Built {
+    generation.mark_used();
     Built { generation, was_fresh: true, copied_bytes: 0, cloned_bytes: 0, reused_bytes: 0, notes }
 }
 
@@ -187,30 +208,48 @@ fn check_owner(generation: &Generation, selection: &Selection, name: &Name) -> R
     ))
 }
 
-/// Removes the older generations of the name, unless somebody uses them.
-fn remove_superseded(medium: &dyn Medium, store: &Store, newest: &Generation, notes: &mut Vec<String>) {
-    let listing = match store.list() {
-        Ok(listing) => listing,
+/// Removes the older generations of the name, unless somebody uses them, and what interrupted commands left of it.
+fn remove_superseded(
+    medium: &dyn Medium,
+    store: &Store,
+    lock: &NameLock,
+    newest: &Generation,
+    notes: &mut Vec<String>,
+) {
+    let entries = match store.entries() {
+        Ok(entries) => entries,
         Err(error) => return notes.push(format!("older generations stay: {error}")),
     };
-    let is_older = |generation: &&Generation| {
-        generation.name() == newest.name() && generation.number() < newest.number()
+    for entry in entries.iter().filter(|entry| entry.name == *lock.name()) {
+        let path = store.path_of(entry);
+        let removed = match entry.state {
+            State::Whole if entry.number >= newest.number() => continue,
+            State::Whole => remove_whole(store, entry, notes),
+            // We have the lock of who builds: nobody is at work in it.
+            State::Staging => remove_tree(medium, &path),
+            State::Removing => match store.leftover(entry) {
+                Ok(Some(left)) if !left.is_in_use => store.remove_leftover(&left),
+                Ok(_) => continue,
+                Err(error) => Err(error),
+            },
+        };
+        if let Err(error) = removed {
+            notes.push(format!("{} stays: {error}", shown(&path)));
+        }
+    }
+}
+
+/// Removes an older generation and notes it. One that cannot be read stays: a person may want to look at it.
+fn remove_whole(store: &Store, entry: &Entry, notes: &mut Vec<String>) -> Result<()> {
+    let generation = match store.generation(&entry.name, entry.number) {
+        Ok(generation) => generation,
+        Err(error) if error.kind() == Kind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
     };
-    for generation in listing.generations.iter().filter(is_older) {
-        match store.remove(generation) {
-            Ok(()) => {
-                crash::point("generation-superseded-removed");
-                notes.push(format!("removed {}, which this one replaces", shown(generation.path())));
-            }
-            Err(error) => notes.push(format!("{} stays: {error}", shown(generation.path()))),
-        }
-    }
-    // What is half built or half removed of this name is nobody's: we have its lock.
-    for left in listing.leftovers.iter().filter(|left| left.name == *newest.name()) {
-        if let Err(error) = remove_tree(medium, &left.path) {
-            notes.push(format!("{} stays: {error}", shown(&left.path)));
-        }
-    }
+    store.remove(&generation)?;
+    crash::point("generation-superseded-removed");
+    notes.push(format!("removed {}, which this one replaces", shown(generation.path())));
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! One new generation: what is there already is linked or cloned and checked, the rest is copied, all is committed.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
@@ -16,7 +17,7 @@ use super::reuse::Shelf;
 use super::room;
 use super::staging::{Modes, Staging, files_in, make_readable, remove_tree};
 use super::writer::{self, Setting, Wanted, failed, finish_file};
-use super::{Store, sums};
+use super::{Leftover, Store, sums};
 use super::{journal, manifest};
 use crate::budget;
 use crate::error::{Error, Kind, Result, shown};
@@ -127,7 +128,12 @@ impl Copying<'_> {
         let mut shelf = Shelf::default();
         let mut interrupted = Vec::new();
         let listing = self.store.list()?;
-        for left in listing.leftovers.into_iter().filter(|left| left.name == *self.request.name) {
+        let is_ours = |left: &Leftover| {
+            let file_name = left.path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            left.name == *self.request.name
+                && Entry::parse(file_name).is_some_and(|entry| entry.state == State::Staging)
+        };
+        for left in listing.leftovers.into_iter().filter(is_ours) {
             let journal = if self.request.refresh { None } else { journal::read(&left.path)? };
             if let Some(journal) = journal {
                 shelf.add(&left.path, &journal.source, &journal.finished);
@@ -170,6 +176,7 @@ impl Copying<'_> {
         let (pool, workers, chunk_bytes) =
             room::buffers(self.request.workers, self.request.chunk_bytes, laid_out.bytes_of_longest())?;
         let reading = Reading { pool: &pool, workers, chunk_bytes };
+        room::check_descriptors(workers, self.request.engine.depth(), laid_out.targets.len())?;
         self.tell_plan(&pieces);
         let damaged = self.check(staging, &mut pieces, &reading)?;
         if !damaged.is_empty() {
@@ -309,8 +316,10 @@ impl Copying<'_> {
             Ok(())
         };
         let sink = Discard { pool: reading.pool, digested: &digested };
-        // What is on disk counts, not what the page cache has of it.
-        let outcome = self.read(&plan, &files, &sink, reading, Direct::Storage);
+        // What is on disk counts, not what the page cache has of it. Other generations may take and drop links to
+        // these files meanwhile; that they are what was noted is told by their digests.
+        let options = Options { direct: Direct::Storage, heeds_change_time: false, ..Options::default() };
+        let outcome = self.read(&plan, &files, &sink, reading, options);
         if let Err(error) = &outcome
             && matches!(error.kind(), Kind::Cancelled | Kind::NoRoom | Kind::Verification)
         {
@@ -371,7 +380,8 @@ impl Copying<'_> {
             finished: &finished,
             mismatch: &mismatch,
         };
-        let digests = writer::write(&setting, |sink| self.read(&plan, &files, sink, reading, Direct::Auto))?;
+        let digests =
+            writer::write(&setting, |sink| self.read(&plan, &files, sink, reading, Options::default()))?;
         for (index, digest) in left.into_iter().zip(digests) {
             pieces[index].digest = Some(digest);
         }
@@ -385,11 +395,11 @@ impl Copying<'_> {
         files: &[SelectedFile],
         sink: &dyn Sink,
         reading: &Reading<'_>,
-        direct: Direct,
+        options: Options,
     ) -> Result<Vec<Digest>> {
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let start_engine = || self.medium.start_reader(&self.request.engine);
-        let options = Options { workers: reading.workers, direct, ..Options::default() };
+        let options = Options { workers: reading.workers, ..options };
         let watch = Forward(self.watch);
         let load = |sink: &dyn Sink| load::run(plan, files, &start_engine, sink, &watch, &options);
         hashed(plan, sink, threads, load).map(|(_, digests)| digests)

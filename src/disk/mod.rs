@@ -15,6 +15,8 @@ mod pieces;
 mod removal;
 mod reuse;
 mod room;
+#[cfg(test)]
+mod simulated;
 mod staging;
 pub mod store;
 pub mod sums;

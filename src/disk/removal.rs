@@ -118,7 +118,8 @@ impl Store {
         if check_owner(&root, &found, &path).is_err() {
             return Ok(None);
         }
-        let mut inodes = tree::walk(directory, &path)?;
+        // What another user of the group keeps to himself is not counted.
+        let mut inodes = tree::walk(directory, &path).unwrap_or_default();
         inodes.sort_unstable_by_key(|found| (found.device, found.inode));
         inodes.dedup_by_key(|found| (found.device, found.inode));
         let what = match entry.state {
@@ -130,7 +131,8 @@ impl Store {
             number: entry.number,
             what,
             bytes: inodes.iter().fold(0, |sum, found| sum.saturating_add(found.bytes)),
-            is_in_use: self.is_worked_on(entry)?,
+            // Where a lock may not be looked at, it may be held.
+            is_in_use: self.is_worked_on(entry).unwrap_or(true),
             path,
         }))
     }
@@ -385,6 +387,40 @@ mod tests {
             root.store.remove_leftover(&leftover).unwrap();
         }
         assert_eq!(left(&root), [".iloader"]);
+    }
+
+    #[test]
+    fn what_others_plant_in_an_open_root_is_not_trusted() {
+        if !rustix::process::geteuid().is_root() {
+            return crate::skipped("only root can give files away");
+        }
+        let root = Root::new();
+        let give = |inside: &str, mode| {
+            let path = root.path(inside);
+            std::os::unix::fs::chown(&path, Some(61_235), None).unwrap();
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+        };
+        root.add("m", 1, &[("f", b"1")]);
+        root.add("m", 2, &[("f", b"2")]);
+        root.add_staging("m", 3, b"x");
+        give("m@2", 0o755);
+        give(".m@3.staging", 0o700);
+        let name: Name = "m".parse().unwrap();
+        let newest = || root.store.newest(&name).unwrap().unwrap().number();
+        assert_eq!((newest(), root.store.list().unwrap().leftovers.len()), (2, 1), "a group's root");
+        std::fs::set_permissions(root.path(""), PermissionsExt::from_mode(0o1777)).unwrap();
+        assert_eq!(newest(), 1);
+        let listing = root.store.list().unwrap();
+        assert!(listing.unreadable[0].error.message().contains("another user (uid 61235)"));
+        assert!(listing.leftovers.is_empty());
+        assert!(Generation::open(&root.path("m@2")).is_err());
+        std::fs::create_dir(root.path(".iloader")).unwrap();
+        give(".iloader", 0o777);
+        let error = root.store.try_lock_name(&name).unwrap_err();
+        assert!(error.message().contains("uid 61235"), "{error}");
+        // To whom the root belongs, its owner may put anything into it.
+        give("", 0o1777);
+        assert_eq!(newest(), 2);
     }
 
     #[test]

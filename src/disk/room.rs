@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
-use crate::budget::meminfo;
+use super::writer::FINISHING_MAX;
+use crate::budget::{limits, meminfo};
 use crate::error::{Error, Kind, Result, shown};
+use crate::load;
 use crate::load::buffers::{Pool, pool_bytes};
 use crate::registry::Name;
 use crate::units::{ByteSize, HUGE_PAGE_BYTES, round_down, round_up};
@@ -50,6 +52,18 @@ pub(super) fn check_disk(root: &Path, name: &Name, bytes: u64, files: u64) -> Re
             .hint("remove some files there, or choose another disk (--cache-root)"));
     }
     Ok(())
+}
+
+/// Raises the limit of open files to what a copy of `files` files may have open at one time.
+///
+/// # Errors
+///
+/// [`Kind::NoRoom`] where the hard limit is lower.
+pub(super) fn check_descriptors(workers: usize, depth: usize, files: usize) -> Result<()> {
+    let under_way = files.min(workers * load::files_under_way(depth));
+    // Of each file that is under way the source, perhaps twice, and the copy; engines and what the process has open.
+    let needed = 3 * under_way + FINISHING_MAX + workers + 64;
+    limits::raise_descriptors(needed as u64)
 }
 
 /// The buffers of a copy, how many workers they are for, and the length of a chunk: less than asked for where memory
@@ -110,7 +124,7 @@ mod tests {
         check_disk(root.path(), &name, 1, 1).unwrap();
         let error = check_disk(root.path(), &name, u64::MAX, 1).unwrap_err();
         assert_eq!(error.kind(), Kind::NoRoom);
-        assert!(error.message().contains("18446744073709551615 bytes (16384.0 PiB)"), "{error}");
+        assert!(error.message().contains("18446744073709551615 bytes (16384 PiB)"), "{error}");
         assert!(error.message().contains("are available"), "{error}");
         assert!(error.hint_text().is_some_and(|hint| hint.contains("--cache-root")));
     }

@@ -33,7 +33,7 @@ use crate::units::{PAGE_BYTES, round_up};
 const FINISHERS: usize = 8;
 
 /// Files that wait to be finished, each with a descriptor.
-const FINISHING_MAX: usize = 64;
+pub(super) const FINISHING_MAX: usize = 64;
 
 /// Up to so many bytes a file goes through the page cache: one copy is cheaper than a round trip to the device that
 /// the sync makes once more.

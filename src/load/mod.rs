@@ -46,6 +46,10 @@ pub struct Options {
     pub direct: Direct,
     /// Bytes that may be taken in a second, from wherever they come; `None`: no limit.
     pub bytes_per_second: Option<u64>,
+    /// Whether a file counts as changed where the kernel noted a change (`st_ctime`) although size and modification time
+    /// are the same: so a time that was set back is noticed. Not for files that get and lose hard links meanwhile, which
+    /// the kernel notes too.
+    pub heeds_change_time: bool,
     /// Where the pages are placed. The thread that loads has it applied already: see [`Placement::apply`].
     pub placement: Placement,
 }
@@ -57,6 +61,7 @@ impl Default for Options {
             read_bytes: READ_BYTES_DEFAULT,
             direct: Direct::Auto,
             bytes_per_second: None,
+            heeds_change_time: true,
             placement: Placement::Anywhere,
         }
     }
@@ -220,7 +225,7 @@ pub fn run(
     let slow_direct = probe::devices_better_buffered(plan, files, start_engine, options, read_bytes)?;
     let shared = Shared {
         plan,
-        schedule: Schedule::new(plan, files, options.direct, read_bytes, slow_direct),
+        schedule: Schedule::new(plan, files, options, read_bytes, slow_direct),
         sink,
         watch,
         read_bytes,

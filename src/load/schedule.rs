@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use super::Options;
 use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
 use crate::source::{ChangeTime, Direct, Identity, SelectedFile, SourceFile, changed, check_unchanged};
@@ -15,6 +16,7 @@ pub(super) struct Schedule<'a> {
     plan: &'a Plan,
     files: &'a [SelectedFile],
     direct: Direct,
+    heeds_change_time: bool,
     unit: u64,
     /// Devices on which reading through the page cache was found to be faster.
     slow_direct: HashSet<u64>,
@@ -34,7 +36,7 @@ impl<'a> Schedule<'a> {
     pub(super) fn new(
         plan: &'a Plan,
         files: &'a [SelectedFile],
-        direct: Direct,
+        options: &Options,
         unit: u64,
         slow_direct: HashSet<u64>,
     ) -> Schedule<'a> {
@@ -47,7 +49,8 @@ impl<'a> Schedule<'a> {
         Schedule {
             plan,
             files,
-            direct,
+            direct: options.direct,
+            heeds_change_time: options.heeds_change_time,
             unit,
             slow_direct,
             next_job: AtomicUsize::new(0),
@@ -69,7 +72,7 @@ impl<'a> Schedule<'a> {
             Some(file) => Arc::clone(file),
             None => {
                 let file = Arc::new(SourceFile::open(selected, self.direct, self.unit)?);
-                source.change_time = file.change_time();
+                source.change_time = file.change_time().filter(|_| self.heeds_change_time);
                 source.open = Some(Arc::clone(&file));
                 file
             }

@@ -166,4 +166,17 @@ Anonymous:          5000 kB
             }
         }
     }
+
+    #[test]
+    fn files_below_a_directory_are_known_by_path_and_inode() {
+        let maps = b"\
+7f0000000000-7f0000002000 r--s 00000000 00:2a 7                          /mnt/root/m@1/a/f
+7f0000010000-7f0000011000 r--s 00000000 00:2a 7                          /mnt/root/m@2/a/f
+7f0000020000-7f0000021000 r--s 00000000 00:2a 8                          /mnt/root/m@1/g
+";
+        // The device that stat tells is another one, as on Btrfs.
+        assert_eq!(mapped_bytes(maps, &Segments::below("m@1", [(99, 7)].into_iter())), 0x2000);
+        assert_eq!(mapped_bytes(maps, &Segments::below("m@1", [(99, 9)].into_iter())), 0);
+        assert_eq!(mapped_bytes(maps, &Segments::below("m", [(99, 7)].into_iter())), 0);
+    }
 }

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,6 +11,9 @@ use super::*;
 use crate::engine::Choice;
 use crate::manifest::{Digest, SelectionRules};
 use crate::source::select;
+
+mod crashes;
+mod faults;
 
 /// Watches and counts.
 #[derive(Default)]
@@ -79,9 +82,9 @@ const FILES: &[(&str, usize)] = &[
     ("empty", 0),
     ("sub/deep/one-page", 4096),
     ("tokenizer.json", 140_001),
-    ("model-1.safetensors", (5 << 20) + 4097),
-    ("model-2.safetensors", (4 << 20)),
-    ("sub/model-3.safetensors", (2 << 20) - 1),
+    ("model-1.safetensors", (4 << 20) + 4097),
+    ("model-2.safetensors", (2 << 20)),
+    ("sub/model-3.safetensors", (1 << 20) - 1),
 ];
 
 impl Bed {
@@ -241,4 +244,182 @@ fn links_of_the_source_stay_links() {
     assert_eq!(fs::metadata(at("same")).unwrap().ino(), fs::metadata(at("a/weights")).unwrap().ino());
     assert!(!fs::symlink_metadata(at("same")).unwrap().is_symlink());
     assert!(fs::read(at("b/link/weights")).unwrap() == bytes_of(1, 5000));
+}
+
+#[test]
+fn unchanged_files_are_linked_and_superseded_generations_removed() {
+    let bed = Bed::new(FILES);
+    let first = bed.build();
+    let old = first.generation.path().join("model-1.safetensors");
+    let inode = fs::metadata(&old).unwrap().ino();
+    bed.put("config.json", b"{}");
+    let second = bed.build();
+    assert_eq!(second.generation.number(), 2);
+    assert_eq!(second.copied_bytes, 2);
+    assert_eq!(second.reused_bytes, bed.selection().bytes() - 2);
+    let new = second.generation.path().join("model-1.safetensors");
+    assert_eq!(fs::metadata(new).unwrap().ino(), inode);
+    assert_eq!(bed.entries(), ["m@2"]);
+    assert!(second.notes.iter().any(|note| note.starts_with("removed ")), "{:?}", second.notes);
+}
+
+#[test]
+fn a_leased_generation_stays_and_that_is_said() {
+    let bed = Bed::new(&[("a", 10), ("b", 5000)]);
+    let first = bed.build();
+    let lease = first.generation.lease().unwrap();
+    bed.put("a", b"new");
+    let second = bed.build();
+    assert_eq!(bed.entries(), ["m@1", "m@2"]);
+    assert!(second.notes.iter().any(|note| note.contains("m@1 stays: ")), "{:?}", second.notes);
+    drop(lease);
+    bed.put("a", b"newer");
+    bed.build();
+    assert_eq!(bed.entries(), ["m@3"]);
+}
+
+#[test]
+fn a_refresh_reuses_nothing() {
+    let mut bed = Bed::new(FILES);
+    bed.build();
+    bed.refresh = true;
+    let again = bed.build();
+    assert!(!again.was_fresh);
+    assert_eq!((again.reused_bytes, again.generation.number()), (0, 2));
+    assert_eq!(again.copied_bytes + again.cloned_bytes, bed.selection().bytes());
+}
+
+#[test]
+fn a_damaged_file_is_copied_anew() {
+    for is_shorter in [false, true] {
+        let bed = Bed::new(FILES);
+        let first = bed.build();
+        let path = first.generation.path().join("model-2.safetensors");
+        let modified = fs::metadata(&path).unwrap().modified().unwrap();
+        fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let file = fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let changed = if is_shorter { 5 } else { 2 << 20 };
+        file.set_len(changed).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"x", 3).unwrap();
+        file.set_modified(modified).unwrap();
+        fs::set_permissions(&path, std::fs::Permissions::from_mode(0o400)).unwrap();
+        bed.put("config.json", b"{}");
+        let second = bed.build();
+        assert_eq!(second.copied_bytes, 2 + (2 << 20));
+        // A length is seen without reading; a flipped bit is not.
+        let told =
+            second.notes.iter().any(|note| note.starts_with("model-2.safetensors of an older generation"));
+        assert_eq!(told, !is_shorter, "{:?}", second.notes);
+    }
+}
+
+#[test]
+fn a_generation_with_a_missing_file_is_not_fresh() {
+    let bed = Bed::new(&[("a", 10), ("b", 5000)]);
+    let first = bed.build();
+    fs::remove_file(first.generation.path().join("b")).unwrap();
+    let second = bed.build();
+    assert!(!second.was_fresh);
+    assert_eq!(second.copied_bytes, 5000);
+    assert!(second.notes.iter().any(|note| note.contains("m@1 is not used: ")), "{:?}", second.notes);
+}
+
+#[test]
+fn an_interrupted_copy_is_gone_on_with() {
+    let mut bed = Bed::new(FILES);
+    bed.workers = 1;
+    let selection = bed.selection();
+    let seen = Seen { cancel_after: AtomicU64::new(1), ..Seen::default() };
+    let error = bed.build_as(&Disk, &bed.store(), &selection, &seen).unwrap_err();
+    assert_eq!(error.kind(), Kind::Cancelled);
+    assert!(error.message().contains("'m'"), "{error}");
+    assert_eq!(bed.entries(), [".m@1.staging"]);
+    assert!(error.hint_text().is_some_and(|hint| hint.contains("goes on from")), "{error:?}");
+    let built = bed.build();
+    assert!(built.reused_bytes > 0 || built.generation.manifest().files.len() > 1);
+    assert_eq!(built.reused_bytes + built.copied_bytes, selection.bytes());
+    assert_eq!(bed.entries(), ["m@2"]);
+}
+
+#[test]
+fn a_name_belongs_to_one_source() {
+    let bed = Bed::new(&[("a", 10)]);
+    bed.build();
+    let mut other = Bed::new(&[("a", 10)]);
+    other.name = bed.name.clone();
+    let error = bed.build_as(&Disk, &bed.store(), &other.selection(), &Seen::default()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Stale);
+    for source in [bed.source(), other.source()] {
+        assert!(error.message().contains(source.to_str().unwrap()), "{error}");
+    }
+    assert!(error.hint_text().is_some_and(|hint| hint.contains("--cache-name")));
+    assert_eq!(bed.entries(), ["m@1"]);
+}
+
+#[test]
+fn places_inside_each_other_and_names_of_ours_are_refused() {
+    let bed = Bed::new(&[("a", 10)]);
+    let inside = Store::create(&bed.source().join("root"), true).unwrap();
+    let error = bed.build_as(&Disk, &inside, &bed.selection(), &Seen::default()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Usage);
+    assert!(error.message().contains("is in the model directory"), "{error}");
+    let bed = Bed::new(&[(".iloader/manifest.json", 10)]);
+    let error = bed.try_build().unwrap_err();
+    assert_eq!(error.kind(), Kind::Usage);
+    assert!(error.hint_text().is_some_and(|hint| hint.contains("--also-exclude")), "{error:?}");
+}
+
+#[test]
+fn a_blob_of_the_hub_must_be_what_it_is_called() {
+    let bed = Bed::empty();
+    let model = bed.root().parent().unwrap().join("models--org--m");
+    let snapshot = model.join("snapshots/0123456789abcdef0123456789abcdef01234567");
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir(model.join("blobs")).unwrap();
+    let bytes = bytes_of(5, 300_000);
+    let digest = Digest(Sha256::digest(&bytes).into());
+    let blob = model.join(format!("blobs/{digest}"));
+    fs::write(&blob, &bytes).unwrap();
+    symlink(&blob, snapshot.join("model.safetensors")).unwrap();
+    let selected = || select(&snapshot, &SelectionRules::default()).unwrap();
+    let built = bed.build_as(&Disk, &bed.store(), &selected(), &Seen::default()).unwrap();
+    assert_eq!(built.generation.manifest().files[0].sha256, Some(digest));
+    fs::write(&blob, bytes_of(6, 300_000)).unwrap();
+    let error = bed.build_as(&Disk, &bed.store(), &selected(), &Seen::default()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Verification);
+    let got = Digest(Sha256::digest(bytes_of(6, 300_000)).into());
+    for part in [blob.to_str().unwrap(), &digest.to_string(), &got.to_string()] {
+        assert!(error.message().contains(part), "{error}");
+    }
+    assert_eq!(bed.entries(), ["m@1"]);
+}
+
+#[test]
+fn two_builders_of_one_name_build_once() {
+    let bed = Bed::new(FILES);
+    let (store, selection) = (bed.store(), bed.selection());
+    let built = std::thread::scope(|scope| {
+        let build = || {
+            let seen = Seen::default();
+            bed.build_as(&Disk, &store, &selection, &seen).unwrap()
+        };
+        let threads: Vec<_> = (0..3).map(|_| scope.spawn(build)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Built>>()
+    });
+    assert_eq!(built.iter().filter(|built| !built.was_fresh).count(), 1);
+    assert_eq!(bed.entries(), ["m@1"]);
+}
+
+#[test]
+fn sums_are_as_sha256sum_reads_them() {
+    let bed = Bed::new(FILES);
+    let built = bed.build();
+    let check = || {
+        let mut command = std::process::Command::new("sha256sum");
+        command.args(["-c", "--quiet", "SHA256SUMS"]).current_dir(built.generation.path()).status()
+    };
+    match check() {
+        Ok(status) => assert!(status.success()),
+        Err(cause) => crate::skipped(format!("no sha256sum here: {cause}")),
+    }
 }
