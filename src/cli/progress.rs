@@ -37,6 +37,8 @@ const COLUMNS_MIN: u16 = 20;
 pub struct Bar {
     doing: String,
     rate: Rate,
+    /// Of a copy, which reads and writes each at a rate of its own.
+    read: Rate,
     written: Rate,
     last: Progress,
     clock: Clock,
@@ -107,6 +109,7 @@ impl Bar {
         Bar {
             doing,
             rate: Rate::default(),
+            read: Rate::default(),
             written: Rate::default(),
             last: Progress::default(),
             clock,
@@ -118,18 +121,20 @@ impl Bar {
     pub fn update(&mut self, progress: &Progress) {
         let now = (self.clock)();
         self.rate.add(now, progress.bytes_done);
-        let rate = self.rate.bytes_per_second(progress.bytes_done, progress.seconds);
-        self.show(now, progress, Speed { read: rate, written: None });
+        let done = self.rate.bytes_per_second(progress.bytes_done, progress.seconds);
+        self.show(now, progress, Speed { done, copy: None });
     }
 
-    /// The same of a copy, which has read what `progress` says and written `written` bytes.
-    pub fn update_copy(&mut self, progress: &Progress, written: u64) {
+    /// The same of a copy, which has read and written so many bytes: what `progress` says is the one that is behind.
+    pub fn update_copy(&mut self, progress: &Progress, read: u64, written: u64) {
         let now = (self.clock)();
         self.rate.add(now, progress.bytes_done);
+        self.read.add(now, read);
         self.written.add(now, written);
-        let read = self.rate.bytes_per_second(progress.bytes_done, progress.seconds);
-        let written = self.written.bytes_per_second(written, progress.seconds);
-        self.show(now, progress, Speed { read, written: Some(written.unwrap_or(0.0)) });
+        let rate = |rate: &Rate, bytes| rate.bytes_per_second(bytes, progress.seconds).unwrap_or(0.0);
+        let copy = Some((rate(&self.read, read), rate(&self.written, written)));
+        let done = self.rate.bytes_per_second(progress.bytes_done, progress.seconds);
+        self.show(now, progress, Speed { done, copy });
     }
 
     fn show(&mut self, now: Instant, progress: &Progress, speed: Speed) {
@@ -215,20 +220,20 @@ fn cut(text: &str, columns: usize) -> String {
 #[derive(Clone, Copy, Default)]
 struct Speed {
     /// `None` where nothing can be said yet.
-    read: Option<f64>,
-    /// `None` where nothing is written.
-    written: Option<f64>,
+    done: Option<f64>,
+    /// Of a copy: what is read, and what is written.
+    copy: Option<(f64, f64)>,
 }
 
 /// `4.2 GiB of 15.3 GiB (27 %), 1.3 GiB/s, 9 s left`, of a copy `… (27 %), 1.3 GiB/s read, 1.2 GiB/s written, …`
 fn so_far(progress: &Progress, speed: Speed) -> String {
     let (done, total) = (progress.bytes_done, progress.bytes_total);
     let mut text = format!("{} of {} ({} %)", ByteSize(done), ByteSize(total), percent(done, total));
-    if let Some(rate) = speed.read {
-        let rates = match speed.written {
+    if let Some(rate) = speed.done {
+        let rates = match speed.copy {
             None => format!(", {}/s", ByteSize(rate as u64)),
-            Some(written) => {
-                format!(", {}/s read, {}/s written", ByteSize(rate as u64), ByteSize(written as u64))
+            Some((read, written)) => {
+                format!(", {}/s read, {}/s written", ByteSize(read as u64), ByteSize(written as u64))
             }
         };
         text.push_str(&rates);
@@ -422,7 +427,7 @@ mod tests {
     }
 
     fn reading(rate: f64) -> Speed {
-        Speed { read: Some(rate), written: None }
+        Speed { done: Some(rate), copy: None }
     }
 
     #[test]
@@ -431,14 +436,14 @@ mod tests {
         let mut bar = world.bar(Shape::Lines, || 80);
         for milliseconds in (0..=2_500).step_by(500) {
             world.at(milliseconds);
-            let done = milliseconds * GIB / 1000;
-            bar.update_copy(&progress(done, milliseconds as f64 / 1000.0), done / 2);
+            let read = milliseconds * GIB / 1000;
+            bar.update_copy(&progress(read / 2, milliseconds as f64 / 1000.0), read, read / 2);
         }
         bar.finish();
         assert_eq!(
             world.text(),
-            "loading qwen: 2.0 GiB of 16.0 GiB (12 %), 1.0 GiB/s read, 512 MiB/s written, 14 s left\n\
-             loading qwen: 2.5 GiB in 2.5 s (1.0 GiB/s)\n"
+            "loading qwen: 1.0 GiB of 16.0 GiB (6 %), 1.0 GiB/s read, 512 MiB/s written, 30 s left\n\
+             loading qwen: 1.2 GiB in 2.5 s (512 MiB/s)\n"
         );
     }
 

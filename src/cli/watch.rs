@@ -24,6 +24,7 @@ pub(super) struct Watcher {
     read: AtomicU64,
     read_total: AtomicU64,
     written: AtomicU64,
+    written_total: AtomicU64,
     files: AtomicU64,
     files_total: AtomicU64,
     is_planned: AtomicBool,
@@ -54,7 +55,7 @@ pub(super) fn checking<T>(
     work: impl FnOnce(&Watcher) -> Result<T>,
 ) -> Result<T> {
     let watcher = Watcher::new(what, false);
-    watcher.plan(bytes, files);
+    watcher.plan(bytes, 0, files);
     watched(what, watcher, work)
 }
 
@@ -128,6 +129,7 @@ impl Watcher {
             read: AtomicU64::new(0),
             read_total: AtomicU64::new(0),
             written: AtomicU64::new(0),
+            written_total: AtomicU64::new(0),
             files: AtomicU64::new(0),
             files_total: AtomicU64::new(0),
             is_planned: AtomicBool::new(false),
@@ -136,8 +138,9 @@ impl Watcher {
         }
     }
 
-    fn plan(&self, bytes: u64, files: u64) {
-        self.read_total.store(bytes, Ordering::Relaxed);
+    fn plan(&self, read: u64, written: u64, files: u64) {
+        self.read_total.store(read, Ordering::Relaxed);
+        self.written_total.store(written, Ordering::Relaxed);
         self.files_total.store(files, Ordering::Relaxed);
         self.is_planned.store(true, Ordering::Release);
     }
@@ -148,17 +151,21 @@ impl Watcher {
     }
 
     fn show(&self, bar: &mut Bar, since: Duration) {
-        let read_total = self.read_total.load(Ordering::Relaxed);
+        let total = self.read_total.load(Ordering::Relaxed);
+        let (read, written) = (self.read.load(Ordering::Relaxed), self.written.load(Ordering::Relaxed));
+        // What is written last is what a copy waits for in the end. What is read twice, because it was found damaged,
+        // or written beyond a file's end, is no more than all.
+        let unread = total.saturating_sub(read);
+        let unwritten = self.written_total.load(Ordering::Relaxed).saturating_sub(written);
         let progress = Progress {
-            // What is read twice, because it was found damaged, is no more than all.
-            bytes_done: self.read.load(Ordering::Relaxed).min(read_total),
-            bytes_total: read_total,
+            bytes_done: total.saturating_sub(unread.max(unwritten)),
+            bytes_total: total,
             files_done: self.files.load(Ordering::Relaxed),
             files_total: self.files_total.load(Ordering::Relaxed),
             seconds: since.as_secs_f64(),
         };
         if self.copies {
-            bar.update_copy(&progress, self.written.load(Ordering::Relaxed));
+            bar.update_copy(&progress, read, written);
         } else {
             bar.update(&progress);
         }
@@ -166,8 +173,8 @@ impl Watcher {
 }
 
 impl build::Watch for Watcher {
-    fn planned(&self, read_bytes: u64, _written_bytes: u64, files: u64) {
-        self.plan(read_bytes, files);
+    fn planned(&self, read_bytes: u64, written_bytes: u64, files: u64) {
+        self.plan(read_bytes, written_bytes, files);
     }
 
     fn read(&self, bytes: u64) {
