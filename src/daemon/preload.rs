@@ -95,6 +95,8 @@ pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         read_bytes: tuning.read_bytes.unwrap_or(READ_BYTES_DEFAULT),
         direct: Direct::from_name(&tuning.direct)?,
         bytes_per_second: tuning.bytes_per_second,
+        // A file of a generation gets a link whenever another generation takes it over.
+        heeds_change_time: true,
         placement: Placement::from_name(tuning.numa.as_deref(), &placement::nodes())?,
     };
     options.check()?;

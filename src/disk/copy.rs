@@ -316,8 +316,10 @@ impl Copying<'_> {
             Ok(())
         };
         let sink = Discard { pool: reading.pool, digested: &digested };
-        // What is on disk counts, not what the page cache has of it.
-        let outcome = self.read(&plan, &files, &sink, reading, Direct::Storage);
+        // What is on disk counts, not what the page cache has of it. Other generations may take and drop links to
+        // these files meanwhile; that they are what was noted is told by their digests.
+        let options = Options { direct: Direct::Storage, heeds_change_time: false, ..Options::default() };
+        let outcome = self.read(&plan, &files, &sink, reading, options);
         if let Err(error) = &outcome
             && matches!(error.kind(), Kind::Cancelled | Kind::NoRoom | Kind::Verification)
         {
@@ -378,7 +380,8 @@ impl Copying<'_> {
             finished: &finished,
             mismatch: &mismatch,
         };
-        let digests = writer::write(&setting, |sink| self.read(&plan, &files, sink, reading, Direct::Auto))?;
+        let digests =
+            writer::write(&setting, |sink| self.read(&plan, &files, sink, reading, Options::default()))?;
         for (index, digest) in left.into_iter().zip(digests) {
             pieces[index].digest = Some(digest);
         }
@@ -392,11 +395,11 @@ impl Copying<'_> {
         files: &[SelectedFile],
         sink: &dyn Sink,
         reading: &Reading<'_>,
-        direct: Direct,
+        options: Options,
     ) -> Result<Vec<Digest>> {
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let start_engine = || self.medium.start_reader(&self.request.engine);
-        let options = Options { workers: reading.workers, direct, ..Options::default() };
+        let options = Options { workers: reading.workers, ..options };
         let watch = Forward(self.watch);
         let load = |sink: &dyn Sink| load::run(plan, files, &start_engine, sink, &watch, &options);
         hashed(plan, sink, threads, load).map(|(_, digests)| digests)

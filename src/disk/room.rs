@@ -124,7 +124,7 @@ mod tests {
         check_disk(root.path(), &name, 1, 1).unwrap();
         let error = check_disk(root.path(), &name, u64::MAX, 1).unwrap_err();
         assert_eq!(error.kind(), Kind::NoRoom);
-        assert!(error.message().contains("18446744073709551615 bytes (16384.0 PiB)"), "{error}");
+        assert!(error.message().contains("18446744073709551615 bytes (16384 PiB)"), "{error}");
         assert!(error.message().contains("are available"), "{error}");
         assert!(error.hint_text().is_some_and(|hint| hint.contains("--cache-root")));
     }

@@ -148,7 +148,7 @@ impl Checking<'_> {
         let file = |&target: &usize| self.present[self.files_of_target[target][0]].file.clone();
         let selection = selection_of(self.root, targets.iter().map(file).collect());
         let plan = plan::lay_out(&selection, CHUNK_BYTES).by_file();
-        let options = Options { direct: Direct::Storage, ..Options::default() };
+        let options = Options { direct: Direct::Storage, heeds_change_time: false, ..Options::default() };
         let failed_to_start = AtomicBool::new(false);
         let start = || -> Result<Box<dyn Engine>> {
             (self.start_engine)().inspect_err(|_| failed_to_start.store(true, Ordering::Relaxed))
