@@ -468,7 +468,7 @@ impl Copying<'_> {
             files: self.selection.files.iter().map(entry).collect(),
             directory_links: self.selection.directory_links.clone(),
             bytes: self.selection.bytes(),
-            created: Timestamp::now().to_string(),
+            created: format!("{:.3}", Timestamp::now()),
             tool: env!("CARGO_PKG_VERSION").to_owned(),
         })
     }

@@ -1,6 +1,8 @@
 //! The power goes at every step: afterwards the old generation is whole or the new one, and the next build works.
 
+use super::faults::{Bad, at};
 use super::*;
+use crate::disk::journal;
 use crate::disk::simulated::{Image, Outcome, Simulated};
 
 /// One file past the page cache, one through it, one empty, and one below a directory.
@@ -63,13 +65,13 @@ fn taken(bed: &Bed) -> Image {
 
 #[test]
 fn a_first_build_is_there_or_not() {
-    let bed = Bed::new(SMALL);
+    let bed = Bed::in_memory(SMALL);
     sweep(&bed, &empty_root(&bed), &[]);
 }
 
 #[test]
 fn a_new_generation_is_whole_or_the_old_one_is() {
-    let bed = Bed::new(SMALL);
+    let bed = Bed::in_memory(SMALL);
     bed.build();
     let old = digests_below(&bed.source());
     let before = taken(&bed);
@@ -80,15 +82,20 @@ fn a_new_generation_is_whole_or_the_old_one_is() {
 
 #[test]
 fn what_was_interrupted_is_gone_on_with_or_begun_anew() {
-    let mut bed = Bed::new(SMALL);
+    let mut bed = Bed::in_memory(SMALL);
+    // One write after the other, of which the last fails: the files before it are finished.
+    bed.engine = Selected::probe(Choice::Auto, Some(1)).unwrap();
     bed.workers = 1;
-    let seen = Seen { cancel_after: AtomicU64::new(2), ..Seen::default() };
-    let cancelled = bed.build_as(&Disk, &bed.store(), &bed.selection(), &seen);
-    match cancelled {
-        Err(error) => assert_eq!(error.kind(), Kind::Cancelled),
-        // It was read before it was asked.
-        Ok(_) => return,
-    }
+    let disk = Bad { writes: at(3, true, libc::EIO), ..Bad::default() };
+    bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default()).unwrap_err();
+    assert_eq!(bed.entries(), [".m@1.staging"]);
+    let journal = journal::read(&bed.root().join(".m@1.staging")).unwrap().unwrap();
+    assert_eq!(journal.finished.len(), 3);
     let before = taken(&bed);
+    before.write(&bed.root());
+    let built = bed.build();
+    let left = journal.finished.iter().map(|file| file.bytes).sum::<u64>();
+    assert_eq!((built.reused_bytes, bed.entries()), (left, vec!["m@2".to_owned()]));
+    fs::remove_dir_all(bed.root()).unwrap();
     sweep(&bed, &before, &[]);
 }

@@ -11,13 +11,13 @@ use crate::source::Identity;
 
 /// The real disk, with faults in the engines and a limit of what can be allocated.
 #[derive(Default)]
-struct Bad {
-    reads: Arc<Faults>,
-    writes: Arc<Faults>,
+pub(super) struct Bad {
+    pub(super) reads: Arc<Faults>,
+    pub(super) writes: Arc<Faults>,
     /// Bytes that can be allocated; 0: all.
-    room: u64,
+    pub(super) room: u64,
     /// Called at the first allocation: something that happens in the middle of a copy.
-    meanwhile: Option<Box<dyn Fn() + Sync>>,
+    pub(super) meanwhile: Option<Box<dyn Fn() + Sync>>,
 }
 
 impl Medium for Bad {
@@ -81,7 +81,7 @@ impl Medium for Bad {
 /// A file of two chunks, one of one, and one that goes through the page cache.
 const FEW: &[(&str, usize)] = &[("config.json", 700), ("model", (2 << 20) + 5000), ("sub/other", 140_000)];
 
-fn at(fail_at: u64, fail_on: bool, errno: i32) -> Arc<Faults> {
+pub(super) fn at(fail_at: u64, fail_on: bool, errno: i32) -> Arc<Faults> {
     Arc::new(Faults { fail_at, fail_on, errno, ..Faults::default() })
 }
 
