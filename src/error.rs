@@ -27,7 +27,7 @@ pub enum Kind {
     InUse,
     /// Not enough memory or disk, or a limit is reached (exit 6).
     NoRoom,
-    /// Bytes are not what they must be (exit 7, which no command returns yet: `run` has one code for all).
+    /// Bytes are not what they must be (exit 7).
     Verification,
     /// The source changed while it was read (exit 8).
     SourceChanged,

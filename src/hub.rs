@@ -11,6 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Kind, Result, shown};
+use crate::manifest::Digest;
 
 /// A directory that exists, to select a model's files from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,6 +176,34 @@ fn snapshot_label(root: &Path) -> Option<String> {
     let snapshots = root.parent()?;
     let folder = snapshots.parent()?.file_name()?.to_str()?;
     (snapshots.file_name()? == "snapshots").then(|| folder.strip_prefix("models--"))?.map(str::to_owned)
+}
+
+/// The digest that the hub gave a file of a hub cache: the name of its blob, for a large file the SHA-256 of its bytes.
+/// `None` for small files, whose names are Git's, and for files of no hub cache. `real` is the path without links.
+pub fn blob_digest(real: &Path) -> Option<Digest> {
+    let blobs = real.parent().filter(|blobs| blobs.file_name() == Some(OsStr::new("blobs")))?;
+    let folder = blobs.parent()?.file_name()?.as_bytes();
+    let is_hub = FOLDERS.iter().any(|kind| folder.starts_with(kind.as_bytes()));
+    real.file_name()?.to_str()?.parse().ok().filter(|_| is_hub)
+}
+
+/// What a hub cache calls its folders, each followed by `org--name`.
+const FOLDERS: [&str; 2] = ["models--", "datasets--"];
+
+/// Whether two model directories, resolved through links, are one source: the same directory, or the same place in two
+/// snapshots of one model of one hub cache. A new revision is the same model.
+pub fn same_source(a: &Path, b: &Path) -> bool {
+    let in_snapshot = |path: &Path| {
+        let commit = path.ancestors().find(|at| {
+            let snapshots = at.parent().filter(|parent| parent.file_name() == Some(OsStr::new("snapshots")));
+            let folder = snapshots.and_then(Path::parent).and_then(Path::file_name);
+            folder.is_some_and(|folder| {
+                FOLDERS.iter().any(|kind| folder.as_bytes().starts_with(kind.as_bytes()))
+            })
+        })?;
+        Some((commit.parent()?.to_owned(), path.strip_prefix(commit).ok()?.to_owned()))
+    };
+    a == b || in_snapshot(a).is_some_and(|place| in_snapshot(b) == Some(place))
 }
 
 /// `org/name@revision`, taken apart.

@@ -33,7 +33,7 @@ pub(crate) const RESERVE_BYTES: u64 = 256 << 20;
 /// Which files of a model directory are taken.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Selection")]
-pub(crate) struct SelectionArgs {
+pub(crate) struct FilesArgs {
     /// Take only files that match GLOB, relative to MODEL_DIR; repeatable [default: all files]
     #[arg(long = "pattern", value_name = "GLOB", value_parser = text())]
     patterns: Vec<String>,
@@ -44,6 +44,26 @@ pub(crate) struct SelectionArgs {
     /// Leave out what matches GLOB too, besides the exclusions in force; repeatable [default: none]
     #[arg(long, value_name = "GLOB", value_parser = text())]
     also_exclude: Vec<String>,
+}
+
+impl FilesArgs {
+    /// The rules as given.
+    pub(crate) fn rules(&self) -> SelectionRules {
+        SelectionRules {
+            patterns: self.patterns.clone(),
+            exclude: self.exclude.clone(),
+            also_exclude: self.also_exclude.clone(),
+            passthrough: Vec::new(),
+        }
+    }
+}
+
+/// The same, and which of them stay outside memory.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Selection")]
+pub(crate) struct SelectionArgs {
+    #[command(flatten)]
+    files: FilesArgs,
     /// Keep files that match GLOB in the view as links to the source, outside memory; repeatable
     /// [default: none]
     #[arg(long, value_name = "GLOB", value_parser = text())]
@@ -53,12 +73,7 @@ pub(crate) struct SelectionArgs {
 impl SelectionArgs {
     /// The rules as given.
     pub(crate) fn rules(&self) -> SelectionRules {
-        SelectionRules {
-            patterns: self.patterns.clone(),
-            exclude: self.exclude.clone(),
-            also_exclude: self.also_exclude.clone(),
-            passthrough: self.passthrough.clone(),
-        }
+        SelectionRules { passthrough: self.passthrough.clone(), ..self.files.rules() }
     }
 }
 
@@ -69,6 +84,16 @@ pub(crate) struct BaseArgs {
     /// ~/.cache/infiniloader]
     #[arg(long, value_name = "PATH")]
     pub(crate) base_dir: Option<PathBuf>,
+}
+
+/// Where the generations on disk are.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct RootArgs {
+    /// The directory that holds the generations [default: BASE/model-cache]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) cache_root: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) base: BaseArgs,
 }
 
 /// One cache, as `status`, `view`, `manifest` and others name it.

@@ -1,9 +1,13 @@
 //! What `--json` prints, in one place: field names are API, and the same across commands.
 
+use std::borrow::Cow;
+
 use serde::Serialize;
 
 use crate::budget::Room;
 use crate::control::message::{LeaseInfo, ReaderInfo, State, Status};
+use crate::disk;
+use crate::error::Result;
 use crate::failure::Failure;
 use crate::source::{self, SelectedFile, advice};
 
@@ -81,7 +85,7 @@ pub(super) struct Quota {
 /// The quota of a group apart from BASE.
 #[derive(Debug, Serialize)]
 pub(super) struct OtherQuota<'a> {
-    pub(super) directory: std::borrow::Cow<'a, str>,
+    pub(super) directory: Cow<'a, str>,
     #[serde(flatten)]
     pub(super) quota: Quota,
 }
@@ -123,6 +127,194 @@ pub(super) struct Leftover {
     pub(super) paths: Vec<String>,
     /// Why they stay although they were to go.
     pub(super) error: Option<Failure>,
+}
+
+/// One generation on disk.
+#[derive(Debug, Serialize)]
+pub(super) struct Generation<'a> {
+    pub(super) name: &'a str,
+    pub(super) number: u64,
+    pub(super) path: Cow<'a, str>,
+    pub(super) source: &'a str,
+    pub(super) bytes: u64,
+    /// Blocks of its files, also of those that other generations have, too.
+    pub(super) allocated_bytes: u64,
+    pub(super) files: u64,
+    pub(super) created: &'a str,
+    /// Since it was used last.
+    pub(super) idle_seconds: f64,
+    pub(super) leased: bool,
+}
+
+impl<'a> Generation<'a> {
+    pub(super) fn of(generation: &'a disk::Generation) -> Result<Generation<'a>> {
+        let manifest = generation.manifest();
+        let inodes = generation.inodes()?;
+        Ok(Generation {
+            name: generation.name().as_str(),
+            number: generation.number(),
+            path: generation.path().to_string_lossy(),
+            source: &manifest.source,
+            bytes: manifest.bytes,
+            allocated_bytes: inodes.iter().fold(0, |sum, inode| sum.saturating_add(inode.2)),
+            files: manifest.files.len() as u64,
+            created: &manifest.created,
+            idle_seconds: generation.idle().as_secs_f64(),
+            leased: generation.is_leased()?,
+        })
+    }
+}
+
+/// The answer of `cache`.
+#[derive(Debug, Serialize)]
+pub(super) struct CacheAnswer<'a> {
+    #[serde(flatten)]
+    generation: Generation<'a>,
+    /// It was there already.
+    was_fresh: bool,
+    copied_bytes: u64,
+    /// Blocks shared with the source.
+    cloned_bytes: u64,
+    /// Taken over from older generations or an interrupted copy.
+    reused_bytes: u64,
+    notes: &'a [String],
+}
+
+impl<'a> CacheAnswer<'a> {
+    pub(super) fn of(built: &'a disk::Built) -> Result<CacheAnswer<'a>> {
+        Ok(CacheAnswer {
+            generation: Generation::of(&built.generation)?,
+            was_fresh: built.was_fresh,
+            copied_bytes: built.copied_bytes,
+            cloned_bytes: built.cloned_bytes,
+            reused_bytes: built.reused_bytes,
+            notes: &built.notes,
+        })
+    }
+}
+
+/// The answer of `cache-status`.
+#[derive(Debug, Serialize)]
+pub(super) struct CacheStatusAnswer<'a> {
+    pub(super) name: &'a str,
+    /// `fresh`, `stale`, `missing`, or `unknown` where the source cannot be looked at.
+    pub(super) state: &'a str,
+    pub(super) source: &'a str,
+    /// The newest one; null where there is none.
+    pub(super) generation: Option<Generation<'a>>,
+    pub(super) source_changes: &'a [String],
+    /// Why the source cannot be looked at.
+    pub(super) error: Option<Failure>,
+}
+
+/// The answer of `cache-list`.
+#[derive(Debug, Serialize)]
+pub(super) struct CacheListAnswer<'a> {
+    pub(super) root: &'a str,
+    pub(super) generations: Vec<Generation<'a>>,
+    /// Blocks of all of them: a file that several have counts once.
+    pub(super) allocated_bytes: u64,
+    pub(super) unreadable: Vec<Unreadable<'a>>,
+    pub(super) leftovers: Vec<DiskLeftover<'a>>,
+}
+
+/// What looks like a generation and cannot be read.
+#[derive(Debug, Serialize)]
+pub(super) struct Unreadable<'a> {
+    pub(super) path: Cow<'a, str>,
+    pub(super) error: Failure,
+}
+
+impl<'a> From<&'a disk::store::Unreadable> for Unreadable<'a> {
+    fn from(unreadable: &'a disk::store::Unreadable) -> Unreadable<'a> {
+        Unreadable { path: unreadable.path.to_string_lossy(), error: Failure::from(&unreadable.error) }
+    }
+}
+
+/// What an interrupted command left under a root.
+#[derive(Debug, Serialize)]
+pub(super) struct DiskLeftover<'a> {
+    pub(super) name: &'a str,
+    pub(super) path: Cow<'a, str>,
+    pub(super) what: &'a str,
+    pub(super) allocated_bytes: u64,
+    /// Somebody works in it.
+    pub(super) in_use: bool,
+    /// Why it stays although it was to go.
+    pub(super) error: Option<Failure>,
+}
+
+impl<'a> From<&'a disk::store::Leftover> for DiskLeftover<'a> {
+    fn from(leftover: &'a disk::store::Leftover) -> DiskLeftover<'a> {
+        DiskLeftover {
+            name: leftover.name.as_str(),
+            path: leftover.path.to_string_lossy(),
+            what: leftover.what,
+            allocated_bytes: leftover.bytes,
+            in_use: leftover.is_in_use,
+            error: None,
+        }
+    }
+}
+
+/// The answer of `gc` for what is on disk.
+#[derive(Debug, Serialize)]
+pub(super) struct DiskCollectAnswer<'a> {
+    pub(super) root: &'a str,
+    /// Whether it was done, or would be.
+    pub(super) applied: bool,
+    pub(super) generations: Vec<DiskCollected<'a>>,
+    pub(super) leftovers: Vec<DiskLeftover<'a>>,
+    pub(super) unreadable: Vec<Unreadable<'a>>,
+    /// Blocks of all generations before: a file that several have counts once.
+    pub(super) allocated_bytes: u64,
+    /// The same of those that stay.
+    pub(super) remaining_bytes: u64,
+}
+
+/// What becomes of one generation.
+#[derive(Debug, Serialize)]
+pub(super) struct DiskCollected<'a> {
+    pub(super) name: &'a str,
+    pub(super) number: u64,
+    pub(super) path: Cow<'a, str>,
+    /// Blocks of its files, also of those that other generations have, too.
+    pub(super) allocated_bytes: u64,
+    pub(super) idle_seconds: f64,
+    /// `remove` or `keep`.
+    pub(super) action: &'a str,
+    /// Why it goes, or why it may not; null where nothing wants it to go.
+    pub(super) reason: Option<&'a str>,
+}
+
+/// The answer of `verify`.
+#[derive(Debug, Serialize)]
+pub(super) struct VerifyAnswer<'a> {
+    pub(super) name: &'a str,
+    pub(super) number: u64,
+    pub(super) path: Cow<'a, str>,
+    /// Only names, sizes and times were looked at.
+    pub(super) quick: bool,
+    /// Files that were looked at.
+    pub(super) files: u64,
+    /// Bytes that were read.
+    pub(super) bytes: u64,
+    pub(super) findings: Vec<Finding<'a>>,
+}
+
+/// What is wrong with one file.
+#[derive(Debug, Serialize)]
+pub(super) struct Finding<'a> {
+    pub(super) path: &'a str,
+    /// `bad`, `missing`, `extra`, `size` or `mtime`.
+    pub(super) what: &'a str,
+    pub(super) detail: &'a str,
+}
+
+impl<'a> From<&'a disk::Finding> for Finding<'a> {
+    fn from(finding: &'a disk::Finding) -> Finding<'a> {
+        Finding { path: &finding.path, what: finding.what, detail: &finding.detail }
+    }
 }
 
 /// The answer of `inspect`.

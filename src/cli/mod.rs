@@ -4,6 +4,10 @@
 //! answer alone; everything else goes to stderr.
 
 mod args;
+mod cache;
+mod cache_list;
+mod cache_remove;
+mod cache_status;
 mod gc;
 mod inspect;
 mod json;
@@ -12,6 +16,7 @@ mod manifest;
 pub mod output;
 mod preflight;
 pub mod progress;
+mod root;
 mod run;
 mod start;
 mod status;
@@ -20,8 +25,10 @@ mod swapped;
 mod target;
 #[cfg(test)]
 mod testing;
+mod verify;
 mod view;
 mod wait;
+mod watch;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -36,7 +43,7 @@ use crate::error::{Error, Kind, Result};
 const HELP_AFTER: &str = "\
 Sizes are bytes or carry a binary suffix (512MiB, 32GiB); times are seconds. Exit codes: 0 done, 1 failed, \
 2 wrong usage, 3 not found, 4 timed out or still loading, 5 in use, 6 no memory, disk or a limit, \
-8 the source changed, 9 stale or another identity.
+7 not what it must be, 8 the source changed, 9 stale or another identity.
 
 Example:
   iloader start /models/Qwen3-8B --name qwen
@@ -62,6 +69,11 @@ enum Command {
     Manifest(manifest::ManifestArgs),
     List(list::ListArgs),
     Stop(stop::StopArgs),
+    Cache(cache::CacheArgs),
+    CacheStatus(cache_status::CacheStatusArgs),
+    CacheList(cache_list::CacheListArgs),
+    CacheRemove(cache_remove::CacheRemoveArgs),
+    Verify(verify::VerifyArgs),
     Gc(gc::GcArgs),
     /// The daemon itself: `start` executes this program again with it
     #[command(name = daemon::spawn::COMMAND, hide = true)]
@@ -101,6 +113,11 @@ fn dispatch(command: &Command) -> Result<u8> {
         Command::Manifest(args) => manifest::manifest(args).map(done),
         Command::List(args) => list::list(args).map(done),
         Command::Stop(args) => stop::stop(args).map(done),
+        Command::Cache(args) => cache::cache(args).map(done),
+        Command::CacheStatus(args) => cache_status::cache_status(args),
+        Command::CacheList(args) => cache_list::cache_list(args).map(done),
+        Command::CacheRemove(args) => cache_remove::cache_remove(args).map(done),
+        Command::Verify(args) => verify::verify(args).map(done),
         Command::Gc(args) => gc::gc(args).map(done),
         Command::Daemon => daemon::spawn::become_daemon().map(done),
     }

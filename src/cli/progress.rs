@@ -1,4 +1,4 @@
-//! How far a load is, on stderr: a bar on a terminal, a line every few seconds elsewhere.
+//! How far a load or a copy is, on stderr: a bar on a terminal, a line every few seconds elsewhere.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -32,11 +32,12 @@ const RATE_AFTER: Duration = Duration::from_millis(500);
 /// A terminal that is narrower, or does not know its width, gets lines.
 const COLUMNS_MIN: u16 = 20;
 
-/// The progress of one load. When it is dropped, a bar on the terminal is cleared away, so that what is
+/// The progress of one load or copy. When it is dropped, a bar on the terminal is cleared away, so that what is
 /// printed next stands on a line of its own.
 pub struct Bar {
     doing: String,
     rate: Rate,
+    written: Rate,
     last: Progress,
     clock: Clock,
     surface: Surface,
@@ -103,15 +104,36 @@ impl Bar {
             Shape::Lines => Surface::Lines { sink, due: clock() + FIRST_LINE_AFTER, written: false },
             Shape::Screen => Surface::Screen { bar: screen_bar(sink, columns), columns },
         };
-        Bar { doing, rate: Rate::default(), last: Progress::default(), clock, surface }
+        Bar {
+            doing,
+            rate: Rate::default(),
+            written: Rate::default(),
+            last: Progress::default(),
+            clock,
+            surface,
+        }
     }
 
     /// Shows how far it is.
     pub fn update(&mut self, progress: &Progress) {
         let now = (self.clock)();
         self.rate.add(now, progress.bytes_done);
+        let rate = self.rate.bytes_per_second(progress.bytes_done, progress.seconds);
+        self.show(now, progress, Speed { read: rate, written: None });
+    }
+
+    /// The same of a copy, which has read what `progress` says and written `written` bytes.
+    pub fn update_copy(&mut self, progress: &Progress, written: u64) {
+        let now = (self.clock)();
+        self.rate.add(now, progress.bytes_done);
+        self.written.add(now, written);
+        let read = self.rate.bytes_per_second(progress.bytes_done, progress.seconds);
+        let written = self.written.bytes_per_second(written, progress.seconds);
+        self.show(now, progress, Speed { read, written: Some(written.unwrap_or(0.0)) });
+    }
+
+    fn show(&mut self, now: Instant, progress: &Progress, speed: Speed) {
         self.last = *progress;
-        let rate = self.rate.bytes_per_second(progress);
         match &mut self.surface {
             Surface::Nothing => {}
             Surface::Lines { sink, due, written } => {
@@ -120,14 +142,14 @@ impl Bar {
                 }
                 *due = now + LINE_EVERY;
                 *written = true;
-                let line = format!("{}: {}\n", self.doing, so_far(progress, rate));
+                let line = format!("{}: {}\n", self.doing, so_far(progress, speed));
                 if sink.write_all(line.as_bytes()).is_err() {
                     self.surface = Surface::Nothing;
                 }
             }
             Surface::Screen { bar, columns } => {
                 let columns = usize::from(columns().max(COLUMNS_MIN));
-                bar.set_message(bar_line(&self.doing, progress, rate, columns));
+                bar.set_message(bar_line(&self.doing, progress, speed, columns));
             }
         }
     }
@@ -163,10 +185,10 @@ fn screen_bar(sink: Sink, columns: Columns) -> ProgressBar {
 /// `loading qwen [=====>      ] 4.2 GiB of 15.3 GiB (27 %), …`, shorter than the terminal is wide: a line that
 /// wraps cannot be redrawn where the width has changed meanwhile. Plain characters, because the terminal's
 /// encoding is unknown.
-fn bar_line(doing: &str, progress: &Progress, rate: Option<f64>, columns: usize) -> String {
+fn bar_line(doing: &str, progress: &Progress, speed: Speed, columns: usize) -> String {
     const BAR_MIN: usize = 8;
     const BAR_MAX: usize = 40;
-    let text = so_far(progress, rate);
+    let text = so_far(progress, speed);
     let taken = doing.width() + text.width() + " [] ".len();
     let room = (columns - 1).saturating_sub(taken).min(BAR_MAX);
     if room < BAR_MIN {
@@ -189,12 +211,27 @@ fn cut(text: &str, columns: usize) -> String {
     text.chars().take_while(fits).collect()
 }
 
-/// `4.2 GiB of 15.3 GiB (27 %), 1.3 GiB/s, 9 s left`
-fn so_far(progress: &Progress, bytes_per_second: Option<f64>) -> String {
+/// Bytes in a second.
+#[derive(Clone, Copy, Default)]
+struct Speed {
+    /// `None` where nothing can be said yet.
+    read: Option<f64>,
+    /// `None` where nothing is written.
+    written: Option<f64>,
+}
+
+/// `4.2 GiB of 15.3 GiB (27 %), 1.3 GiB/s, 9 s left`, of a copy `… (27 %), 1.3 GiB/s read, 1.2 GiB/s written, …`
+fn so_far(progress: &Progress, speed: Speed) -> String {
     let (done, total) = (progress.bytes_done, progress.bytes_total);
     let mut text = format!("{} of {} ({} %)", ByteSize(done), ByteSize(total), percent(done, total));
-    if let Some(rate) = bytes_per_second {
-        text.push_str(&format!(", {}/s", ByteSize(rate as u64)));
+    if let Some(rate) = speed.read {
+        let rates = match speed.written {
+            None => format!(", {}/s", ByteSize(rate as u64)),
+            Some(written) => {
+                format!(", {}/s read, {}/s written", ByteSize(rate as u64), ByteSize(written as u64))
+            }
+        };
+        text.push_str(&rates);
         let left = total.saturating_sub(done) as f64 / rate;
         if rate >= 1.0 && left > 0.0 {
             // Whole seconds: a tenth of a guess says nothing.
@@ -249,15 +286,15 @@ impl Rate {
     }
 
     /// The rate over the last seconds; before there are enough of them, that since the load began, which
-    /// may have been long before we looked. `None` where nothing can be said.
-    fn bytes_per_second(&self, progress: &Progress) -> Option<f64> {
+    /// may have been long before we looked: `done` bytes in `seconds`. `None` where nothing can be said.
+    fn bytes_per_second(&self, done: u64, seconds: f64) -> Option<f64> {
         let (first, last) = (self.samples.front()?, self.samples.back()?);
         let span = last.0.saturating_duration_since(first.0);
         if span >= RATE_AFTER {
             return Some((last.1 - first.1) as f64 / span.as_secs_f64());
         }
-        let whole = progress.seconds >= RATE_AFTER.as_secs_f64() && progress.seconds.is_finite();
-        whole.then(|| progress.bytes_done as f64 / progress.seconds)
+        let whole = seconds >= RATE_AFTER.as_secs_f64() && seconds.is_finite();
+        whole.then(|| done as f64 / seconds)
     }
 }
 
@@ -384,6 +421,27 @@ mod tests {
         Progress { bytes_done, bytes_total: 16 * GIB, files_done: 0, files_total: 4, seconds }
     }
 
+    fn reading(rate: f64) -> Speed {
+        Speed { read: Some(rate), written: None }
+    }
+
+    #[test]
+    fn a_copy_shows_both_rates() {
+        let world = World::default();
+        let mut bar = world.bar(Shape::Lines, || 80);
+        for milliseconds in (0..=2_500).step_by(500) {
+            world.at(milliseconds);
+            let done = milliseconds * GIB / 1000;
+            bar.update_copy(&progress(done, milliseconds as f64 / 1000.0), done / 2);
+        }
+        bar.finish();
+        assert_eq!(
+            world.text(),
+            "loading qwen: 2.0 GiB of 16.0 GiB (12 %), 1.0 GiB/s read, 512 MiB/s written, 14 s left\n\
+             loading qwen: 2.5 GiB in 2.5 s (1.0 GiB/s)\n"
+        );
+    }
+
     #[test]
     fn the_surface_follows_stderr() {
         assert_eq!(shape(true, true, Some(80)), Shape::Nothing);
@@ -441,7 +499,7 @@ mod tests {
 
     #[test]
     fn a_bar_never_wraps() {
-        let line = |columns| bar_line("loading 模型", &progress(4 * GIB, 4.0), Some(GIB as f64), columns);
+        let line = |columns| bar_line("loading 模型", &progress(4 * GIB, 4.0), reading(GIB as f64), columns);
         for columns in 20..200 {
             assert!(line(columns).width() < columns, "{columns}: {}", line(columns));
         }
@@ -450,7 +508,7 @@ mod tests {
             line(79),
             "loading 模型 [===>          ] 4.0 GiB of 16.0 GiB (25 %), 1.0 GiB/s, 12 s left"
         );
-        let done = bar_line("loading", &progress(16 * GIB, 4.0), None, 50);
+        let done = bar_line("loading", &progress(16 * GIB, 4.0), Speed::default(), 50);
         assert_eq!(done, "loading [==========] 16.0 GiB of 16.0 GiB (100 %)");
         assert_eq!(cut("ab型", 3), "ab");
     }
@@ -483,15 +541,15 @@ mod tests {
         let mut rate = Rate::default();
         let after = |seconds: u64| start + Duration::from_secs(seconds);
         rate.add(after(0), 0);
-        assert_eq!(rate.bytes_per_second(&progress(0, 0.0)), None);
-        assert_eq!(rate.bytes_per_second(&progress(80, 40.0)), Some(2.0), "we joined late");
+        assert_eq!(rate.bytes_per_second(0, 0.0), None);
+        assert_eq!(rate.bytes_per_second(80, 40.0), Some(2.0), "we joined late");
         for second in 1..=100 {
             rate.add(after(second), second * 10);
         }
         for second in 101..=120 {
             rate.add(after(second), 1000 + (second - 100) * 30);
         }
-        assert_eq!(rate.bytes_per_second(&progress(0, 0.0)), Some(30.0));
+        assert_eq!(rate.bytes_per_second(0, 0.0), Some(30.0));
         for tick in 0..10_000 {
             rate.add(after(121) + Duration::from_millis(tick), 2000);
         }
@@ -502,9 +560,9 @@ mod tests {
 
     #[test]
     fn a_load_that_stands_still_has_no_time_left_to_tell() {
-        assert_eq!(so_far(&progress(GIB, 9.0), Some(0.0)), "1.0 GiB of 16.0 GiB (6 %), 0 B/s");
-        assert_eq!(so_far(&progress(GIB, 9.0), None), "1.0 GiB of 16.0 GiB (6 %)");
-        assert_eq!(so_far(&Progress::default(), None), "0 B of 0 B (100 %)");
+        assert_eq!(so_far(&progress(GIB, 9.0), reading(0.0)), "1.0 GiB of 16.0 GiB (6 %), 0 B/s");
+        assert_eq!(so_far(&progress(GIB, 9.0), Speed::default()), "1.0 GiB of 16.0 GiB (6 %)");
+        assert_eq!(so_far(&Progress::default(), Speed::default()), "0 B of 0 B (100 %)");
         assert_eq!(percent(u64::MAX - 1, u64::MAX), 99);
         assert_eq!(in_the_end(&progress(GIB, 0.0)), "1.0 GiB in 0.0 s");
         assert_eq!(in_the_end(&progress(GIB, f64::NAN)), "1.0 GiB in ?");

@@ -1,4 +1,4 @@
-//! `run`: take a lease, make sure that this process can read the view, and become the command.
+//! `run`: take a lease, make sure that this process can read the view or generation, and become the command.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -14,8 +14,9 @@ use super::preflight::{self, Daemon};
 use super::target::Target;
 use super::wait;
 use crate::control::message::{Leased, Operation, Reply};
+use crate::disk::Generation;
 use crate::error::{Error, Kind, Result, reason, shown};
-use crate::registry::Name;
+use crate::registry::{Environment, Name};
 use crate::sys;
 
 /// The variable that tells the command where the model is.
@@ -32,18 +33,21 @@ pub(crate) const EXAMPLE: &str = "iloader run qwen -- vllm serve '{model}' --por
 const LEASE_DESCRIPTOR_MIN: i32 = 32;
 
 const HELP_AFTER: &str = "\
-Every {model} inside COMMAND and its arguments becomes the path of the view, and ILOADER_MODEL_PATH is set \
-to it. No shell is involved. COMMAND takes the place of iloader: its signals, terminal and exit status are \
-its own. Failures of iloader exit with 125; 126: COMMAND cannot be executed; 127: COMMAND was not found.
+Every {model} inside COMMAND and its arguments becomes the path of the view, or of the generation, and \
+ILOADER_MODEL_PATH is set to it. No shell is involved. COMMAND takes the place of iloader: its signals, terminal and \
+exit status are its own. With --cache-path no daemon is needed, and nothing is loaded: COMMAND reads the copy on disk. \
+Failures of iloader exit with 125; 126: COMMAND cannot be executed; 127: COMMAND was not found.
 
 Example:
-  iloader run qwen -- vllm serve '{model}' --port 8000";
+  iloader run qwen -- vllm serve '{model}' --port 8000
+  iloader run --cache-path /nvme/models/Qwen3-8B@1 -- vllm serve '{model}'";
 
-/// Run a command on a cache, which is not stopped or collected meanwhile
+/// Run a command on a cache or a copy on disk, which is not stopped, collected or removed meanwhile
 #[derive(Args, Clone, Debug)]
 #[command(
     after_help = HELP_AFTER,
-    override_usage = "iloader run [OPTIONS] NAME -- COMMAND [ARGUMENTS]..."
+    override_usage = "iloader run [OPTIONS] NAME -- COMMAND [ARGUMENTS]...\n       \
+                      iloader run --cache-path GENERATION -- COMMAND [ARGUMENTS]..."
 )]
 pub(crate) struct RunArgs {
     #[command(flatten)]
@@ -54,9 +58,12 @@ pub(crate) struct RunArgs {
     /// How many seconds to wait for a cache that is still loading
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, default_value = "600", value_parser = args::seconds)]
     wait_timeout: Duration,
+    /// Run on this generation, as 'iloader cache' printed it, without a daemon
+    #[arg(long, value_name = "GENERATION", conflicts_with_all = ["name", "socket", "base_dir", "wait_timeout"])]
+    cache_path: Option<PathBuf>,
     /// The cache's name
-    #[arg(value_name = "NAME", value_parser = args::name())]
-    name: Name,
+    #[arg(value_name = "NAME", value_parser = args::name(), required_unless_present = "cache_path")]
+    name: Option<Name>,
     /// What stands before `--` although it should stand behind it
     #[arg(hide = true, value_name = "STRAY")]
     stray: Vec<OsString>,
@@ -68,14 +75,38 @@ pub(crate) struct RunArgs {
 /// Becomes the command. Returns only where that failed.
 pub(crate) fn run(args: &RunArgs) -> Result<std::convert::Infallible> {
     let command = command_of(args)?;
-    let target = Target::resolve(Some(&args.name), args.socket.as_deref(), &args.base, wait::ANSWER_TIMEOUT)?;
+    let (path, lease) = match &args.cache_path {
+        Some(generation) => on_disk(generation)?,
+        None => in_memory(args)?,
+    };
+    let path = path.as_os_str();
+    let command: Vec<OsString> = command.iter().map(|part| substitute(part, path)).collect();
+    let _lease = hand_on(lease)?;
+    let cause = sys::process::exec(&command, &[(MODEL_PATH_VARIABLE, path)]);
+    Err(not_executed(&command[0], &cause))
+}
+
+/// The view of a cache, looked at, and the connection that is its lease.
+fn in_memory(args: &RunArgs) -> Result<(PathBuf, OwnedFd)> {
+    let target =
+        Target::resolve(args.name.as_ref(), args.socket.as_deref(), &args.base, wait::ANSWER_TIMEOUT)?;
     let (leased, connection) = lease(&target, args.wait_timeout)?;
     preflight::check(&leased, Daemon::of(connection.as_fd())?)?;
-    let view = OsStr::new(&leased.view);
-    let command: Vec<OsString> = command.iter().map(|part| substitute(part, view)).collect();
-    let _lease = hand_on(connection)?;
-    let cause = sys::process::exec(&command, &[(MODEL_PATH_VARIABLE, view)]);
-    Err(not_executed(&command[0], &cause))
+    Ok((PathBuf::from(leased.view), connection))
+}
+
+/// A generation, looked at, and the lock that is its lease.
+fn on_disk(path: &Path) -> Result<(PathBuf, OwnedFd)> {
+    let path = Environment::of_process().absolute(path, "--cache-path")?;
+    let generation = Generation::open(&path)?;
+    let lease = generation.lease()?;
+    for file in generation.selection(&[])?.files {
+        // Whoever may not read one of them is told so here, and not by an engine that is half started.
+        rustix::fs::access(&file.real, rustix::fs::Access::READ_OK)
+            .map_err(|errno| Error::io("read", &file.real, &errno.into()))?;
+    }
+    generation.mark_used();
+    Ok((generation.path().to_owned(), lease.into_fd()))
 }
 
 /// The exit code of a failed `run`: the command's own failures to start are told apart from ours.
@@ -96,7 +127,11 @@ fn command_of(args: &RunArgs) -> Result<&[OsString]> {
         return Err(Error::new(Kind::Usage, message).hint(hint));
     }
     if args.command.is_empty() {
-        return Err(Error::new(Kind::Usage, format!("no command to run on '{}'", args.name)).hint(hint));
+        let what = match (&args.name, &args.cache_path) {
+            (Some(name), _) => format!("'{name}'"),
+            (None, path) => shown(path.as_deref().unwrap_or(Path::new(""))),
+        };
+        return Err(Error::new(Kind::Usage, format!("no command to run on {what}")).hint(hint));
     }
     Ok(&args.command)
 }
@@ -205,6 +240,10 @@ mod tests {
             assert_eq!(exit_code(&error), 125);
         }
         assert!(parse("-- vllm").is_err());
+        for also in ["qwen", "--socket s", "--base-dir b", "--wait-timeout 5"] {
+            assert!(parse(&format!("--cache-path /r/qwen@1 {also} -- vllm")).is_err(), "{also}");
+        }
+        assert!(parse("--cache-path /r/qwen@1 -- vllm").is_ok());
         assert!(parse("qwen vllm --tp 1").is_err());
     }
 

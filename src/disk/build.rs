@@ -1,10 +1,18 @@
 //! Building a generation: reuse → copy → check → commit.
 
+use std::path::Path;
+
+use super::copy::Copying;
+use super::format::{Entry, OUR_DIRECTORY, State};
+use super::medium::{Disk, Medium};
+use super::staging::remove_tree;
 use super::{Generation, Store};
 use crate::engine::Selected;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, shown};
+use crate::hub;
 use crate::registry::Name;
-use crate::source::Selection;
+use crate::source::{Selection, identity};
+use crate::sys::crash;
 
 /// A generation that is wanted.
 #[derive(Debug)]
@@ -61,12 +69,149 @@ pub trait Watch: Sync {
 /// # Errors
 ///
 /// [`Kind::Stale`] where the name belongs to another source; [`Kind::NoRoom`] where the disk is full, or would be;
-/// [`Kind::Verification`] where a file is not what the hub says; [`Kind::SourceChanged`]; [`Kind::Cancelled`].
-pub fn build(_store: &Store, _request: &Request<'_>, _watch: &dyn Watch) -> Result<Built> {
-    Err(Error::new(Kind::Failed, "not built yet"))
+/// [`Kind::Verification`] where a file is not what the hub says; [`Kind::SourceChanged`]; [`Kind::Cancelled`];
+/// [`Kind::Usage`] where root and source are in each other, or the source has files that would be taken for ours.
+pub fn build(store: &Store, request: &Request<'_>, watch: &dyn Watch) -> Result<Built> {
+    build_on(&Disk, store, request, watch)
+}
+
+/// The same on any medium.
+pub(super) fn build_on(
+    medium: &dyn Medium,
+    store: &Store,
+    request: &Request<'_>,
+    watch: &dyn Watch,
+) -> Result<Built> {
+    let selection = loaded_whole(request.selection);
+    check_places(store.root(), &selection)?;
+    let lock = store.lock_name(request.name, &|| watch.waiting(), &|| watch.cancelled())?;
+    let mut notes = Vec::new();
+    let newest = store.newest(request.name)?;
+    if let Some(newest) = newest {
+        check_owner(&newest, &selection, request.name)?;
+        if !request.refresh && differences(&newest, &selection, 1).is_empty() {
+            match newest.selection(&[]) {
+                Ok(_) => {
+                    newest.mark_used();
+                    return Ok(fresh(newest, notes));
+                }
+                Err(error) => notes.push(format!("{} is not used: {error}", shown(newest.path()))),
+            }
+        }
+    }
+    let number = store.next_number(&lock)?;
+    let entry = Entry { name: request.name.clone(), number, state: State::Staging };
+    let copying = Copying { medium, store, request, watch, selection: &selection, entry };
+    let (path, copied) = copying.run(&mut notes)?;
+    let generation = Generation::open(&path)?;
+    generation.mark_used();
+    remove_superseded(medium, store, &generation, &mut notes);
+    drop(lock);
+    Ok(Built {
+        generation,
+        was_fresh: false,
+        copied_bytes: copied.copied_bytes,
+        cloned_bytes: copied.cloned_bytes,
+        reused_bytes: copied.reused_bytes,
+        notes,
+    })
 }
 
 /// What makes `generation` another one than `selection` asks for, one line each; empty: it is fresh.
-pub fn differences(_generation: &Generation, _selection: &Selection, _lines_max: usize) -> Vec<String> {
-    Vec::new()
+///
+/// Which files are passed through is no matter of a generation: it holds them all. Nor is the directory of a hub
+/// snapshot: another commit with the same files is the same model.
+pub fn differences(generation: &Generation, selection: &Selection, lines_max: usize) -> Vec<String> {
+    let now = loaded_whole(selection);
+    let mut before = Selection::of_manifest(generation.manifest());
+    if hub::same_source(&before.root, &now.root) {
+        before.root.clone_from(&now.root);
+    }
+    identity::differences(&before, &now, lines_max)
 }
+
+/// The selection with nothing passed through.
+fn loaded_whole(selection: &Selection) -> Selection {
+    let mut selection = selection.clone();
+    selection.rules.passthrough.clear();
+    selection.files.iter_mut().for_each(|file| file.passthrough = false);
+    selection
+}
+
+fn fresh(generation: Generation, notes: Vec<String>) -> Built {
+    Built { generation, was_fresh: true, copied_bytes: 0, cloned_bytes: 0, reused_bytes: 0, notes }
+}
+
+/// Refuses what would copy a copy into itself, and a source with files under a name of ours.
+fn check_places(root: &Path, selection: &Selection) -> Result<()> {
+    let root = std::fs::canonicalize(root).map_err(|cause| Error::io("open", root, &cause))?;
+    let source = &selection.root;
+    if root.starts_with(source) || source.starts_with(&root) {
+        let (inner, outer) = if root.starts_with(source) {
+            ("the root of the generations", "the model directory")
+        } else {
+            ("the model directory", "the root of the generations")
+        };
+        let message = format!("{inner} is in {outer}: {} and {}", shown(&root), shown(source));
+        return Err(Error::new(Kind::Usage, message).hint("choose another place with --cache-root"));
+    }
+    let is_ours = |path: &str| path.split('/').next() == Some(OUR_DIRECTORY);
+    let files = selection.files.iter().map(|file| &file.path);
+    let links = selection.directory_links.iter().map(|link| &link.path);
+    match files.chain(links).find(|path| is_ours(path)) {
+        Some(path) => Err(Error::new(
+            Kind::Usage,
+            format!(
+                "{} cannot be in a generation: {OUR_DIRECTORY} is where iloader keeps its own files",
+                shown(path)
+            ),
+        )
+        .hint(format!("leave it out: --also-exclude '{OUR_DIRECTORY}/'"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses a name that belongs to another source.
+fn check_owner(generation: &Generation, selection: &Selection, name: &Name) -> Result<()> {
+    let theirs = Path::new(&generation.manifest().source);
+    if hub::same_source(theirs, &selection.root) {
+        return Ok(());
+    }
+    let message = format!(
+        "the generations called '{name}' are of {}, not of {}",
+        shown(theirs),
+        shown(&selection.root)
+    );
+    Err(Error::new(Kind::Stale, message).hint(
+        "give this one another name (cache: --name, start: --cache-name), or remove those first: iloader cache-remove",
+    ))
+}
+
+/// Removes the older generations of the name, unless somebody uses them.
+fn remove_superseded(medium: &dyn Medium, store: &Store, newest: &Generation, notes: &mut Vec<String>) {
+    let listing = match store.list() {
+        Ok(listing) => listing,
+        Err(error) => return notes.push(format!("older generations stay: {error}")),
+    };
+    let is_older = |generation: &&Generation| {
+        generation.name() == newest.name() && generation.number() < newest.number()
+    };
+    for generation in listing.generations.iter().filter(is_older) {
+        match store.remove(generation) {
+            Ok(()) => {
+                crash::point("generation-superseded-removed");
+                notes.push(format!("removed {}, which this one replaces", shown(generation.path())));
+            }
+            Err(error) => notes.push(format!("{} stays: {error}", shown(generation.path()))),
+        }
+    }
+    // What is half built or half removed of this name is nobody's: we have its lock.
+    for left in listing.leftovers.iter().filter(|left| left.name == *newest.name()) {
+        if let Err(error) = remove_tree(medium, &left.path) {
+            notes.push(format!("{} stays: {error}", shown(&left.path)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

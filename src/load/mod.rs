@@ -1,5 +1,6 @@
 //! MOVING bytes: the only copy loop. It takes windows from a sink empty and gives them back full.
 
+pub mod buffers;
 pub mod digest;
 mod pages;
 pub mod placement;

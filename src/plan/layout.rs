@@ -26,7 +26,8 @@ pub struct Plan {
     pub target_of_file: Vec<Option<usize>>,
     /// The ranges to copy, in the order of their targets, and within a target in the order of `to`.
     pub chunks: Vec<Chunk>,
-    /// The chunks that a worker takes at a time: one of a large target, or a batch of small ones.
+    /// The chunks that a worker takes at a time: one of a large target (after [`Plan::by_file`] all of it), or a
+    /// batch of small ones.
     pub jobs: Vec<Range<usize>>,
 }
 
@@ -68,6 +69,29 @@ impl Plan {
     /// The longest target.
     pub fn bytes_of_longest(&self) -> u64 {
         self.targets.iter().map(|target| target.bytes).max().unwrap_or(0)
+    }
+
+    /// The same with jobs of whole files: one worker takes all chunks of a large target, in order, and the longest
+    /// targets come first, so that no long one is left for the end. Small ones are batched as before, and come last.
+    ///
+    /// For what must be taken in order, and where windows are few: of each file only the worker that reads it holds
+    /// some, and those are the next ones that are needed.
+    #[must_use]
+    pub fn by_file(mut self) -> Plan {
+        let mut whole: Vec<(u64, Range<usize>)> = Vec::new();
+        let mut batches = Vec::new();
+        for job in std::mem::take(&mut self.jobs) {
+            let target = self.chunks[job.start].target;
+            let bytes = self.targets[target].bytes;
+            match whole.last_mut() {
+                _ if bytes <= SMALL_BYTES_MAX => batches.push(job),
+                Some((_, before)) if self.chunks[before.start].target == target => before.end = job.end,
+                _ => whole.push((bytes, job)),
+            }
+        }
+        whole.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        self.jobs = whole.into_iter().map(|(_, job)| job).chain(batches).collect();
+        self
     }
 }
 
@@ -178,7 +202,49 @@ mod tests {
         assert_eq!(plan.chunks[2].bytes, (2 << 20) + 1);
     }
 
+    #[test]
+    fn jobs_of_whole_files_begin_with_the_longest() {
+        let large = 5 << 20;
+        let lengths = [(1, 10, false), (2, large, false), (3, 20, false), (4, large + (4 << 20), false)];
+        let plan = lay_out(&selection(&lengths), 2 << 20);
+        assert_eq!(plan.jobs.len(), 1 + 3 + 1 + 5);
+        assert_eq!(plan.by_file().jobs, [5..10, 1..4, 0..1, 4..5]);
+    }
+
     proptest! {
+        /// By file as well every chunk is in one job; a large target is in one job alone and in order, and no longer
+        /// one comes later.
+        #[test]
+        fn whole_files_are_one_job_each(
+            lengths in prop::collection::vec((0u64..(9 << 20), any::<bool>()), 0..60),
+            chunk_bytes in 1u64..(8 << 20),
+        ) {
+            let files: Vec<_> = lengths.iter().enumerate()
+                .map(|(index, &(bytes, small))| (index as u64, if small { bytes >> 4 } else { bytes }, false))
+                .collect();
+            let before = lay_out(&selection(&files), chunk_bytes);
+            let plan = before.clone().by_file();
+            let mut in_jobs: Vec<usize> = plan.jobs.iter().cloned().flatten().collect();
+            in_jobs.sort_unstable();
+            prop_assert_eq!(in_jobs, (0..plan.chunks.len()).collect::<Vec<_>>());
+            let mut longest = u64::MAX;
+            for job in &plan.jobs {
+                let chunks = &plan.chunks[job.clone()];
+                let bytes = plan.targets[chunks[0].target].bytes;
+                if bytes > SMALL_BYTES_MAX {
+                    prop_assert!(bytes <= longest);
+                    prop_assert!(chunks.iter().all(|chunk| chunk.target == chunks[0].target));
+                    prop_assert_eq!(chunks.iter().map(|chunk| chunk.bytes).sum::<u64>(), bytes);
+                    longest = bytes;
+                } else {
+                    prop_assert!(before.jobs.contains(job));
+                    longest = SMALL_BYTES_MAX;
+                }
+            }
+            let Plan { jobs: _, ref chunks, ref targets, .. } = plan;
+            prop_assert_eq!((chunks, targets), (&before.chunks, &before.targets));
+        }
+
         /// Every byte of every target is filled by exactly one chunk, and every chunk is in one job.
         #[test]
         fn chunks_cover_every_target_once(

@@ -25,8 +25,10 @@ struct Area {
 
 /// Bytes of address space on `segments`, from the text of `maps`.
 pub(super) fn mapped_bytes(maps: &[u8], segments: &Segments) -> u64 {
-    let areas = maps.split(|byte| *byte == b'\n').filter_map(area);
-    areas.filter(|area| segments.contains(area.device, area.inode)).fold(0, |sum, area| {
+    let areas = maps
+        .split(|byte| *byte == b'\n')
+        .filter_map(|line| area(line).filter(|area| segments.maps(area.device, area.inode, line)));
+    areas.fold(0, |sum, area| {
         // Sums of address space fit, but the text is the kernel's and not ours.
         sum.saturating_add(area.bytes)
     })
@@ -38,7 +40,7 @@ pub(super) fn memory(smaps: &[u8], status: &[u8], segments: &Segments) -> Memory
     let mut is_ours = false;
     for line in smaps.split(|byte| *byte == b'\n') {
         if let Some(area) = area(line) {
-            is_ours = segments.contains(area.device, area.inode);
+            is_ours = segments.maps(area.device, area.inode, line);
         } else if is_ours {
             let add = |sum: &mut u64, field| *sum = sum.saturating_add(kibibytes(line, field).unwrap_or(0));
             add(&mut memory.resident_bytes, b"Rss:");

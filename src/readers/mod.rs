@@ -19,20 +19,53 @@ use crate::error::{Error, Result};
 pub use maps::Memory;
 pub use process::{HOLDER_GONE, OUT_OF_SIGHT, command_of, named};
 
-/// The segments of one cache, each known by device and inode.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Segments(HashSet<(u64, u64)>);
+/// The segments of one cache, each known by device and inode; or the files below one directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segments {
+    inodes: HashSet<(u64, u64)>,
+    /// What stands in the path of each as `/proc` shows it, so that no other file is asked for its inode: that could
+    /// wait for a network file system which does not answer.
+    mark: Vec<u8>,
+    /// By [`Segments::below`]: the numbers without their devices.
+    below: HashSet<u64>,
+}
 
 impl Segments {
+    /// Files below a directory called `name`, wherever it is mounted: under another path they are not meant.
+    pub fn below(name: &str, pairs: impl Iterator<Item = (u64, u64)>) -> Segments {
+        let inodes: HashSet<(u64, u64)> = pairs.collect();
+        let below = inodes.iter().map(|(_, inode)| *inode).collect();
+        Segments { inodes, mark: format!("/{name}/").into_bytes(), below }
+    }
+
     fn contains(&self, device: u64, inode: u64) -> bool {
-        self.0.contains(&(device, inode))
+        self.inodes.contains(&(device, inode))
+    }
+
+    /// Whether a path that `/proc` shows may be one of them.
+    fn may_be(&self, path: &[u8]) -> bool {
+        path.windows(self.mark.len()).any(|part| part == self.mark)
+    }
+
+    /// Whether a line of `maps` with these numbers is one of them.
+    fn maps(&self, device: u64, inode: u64, line: &[u8]) -> bool {
+        // The device of a file's map may be another than `stat` tells: on Btrfs it is.
+        self.contains(device, inode) && self.below.is_empty()
+            || self.below.contains(&inode) && self.may_be(line)
+    }
+}
+
+impl Default for Segments {
+    fn default() -> Segments {
+        Segments::from_iter([])
     }
 }
 
 /// Of pairs of `st_dev` and `st_ino`.
 impl FromIterator<(u64, u64)> for Segments {
     fn from_iter<T: IntoIterator<Item = (u64, u64)>>(pairs: T) -> Segments {
-        Segments(pairs.into_iter().collect())
+        let inodes = pairs.into_iter().collect();
+        Segments { inodes, mark: process::SEGMENT_MARK.to_vec(), below: HashSet::new() }
     }
 }
 

@@ -17,7 +17,7 @@ const COMMAND_BYTES_MAX: usize = 200;
 const NAMED_MAX: usize = 5;
 
 /// What stands in the name of every segment, whatever backs it.
-const SEGMENT_MARK: &[u8] = b"iloader:";
+pub(super) const SEGMENT_MARK: &[u8] = b"iloader:";
 
 /// What a process has of some segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,9 +89,7 @@ fn descriptors(directory: &Path, segments: &Segments) -> io::Result<u64> {
             Err(error) if is_end(&error) => continue,
             Err(error) => return Err(error),
         };
-        // Asking any file for its inode could wait for a network file system that does not answer.
-        let name = target.as_os_str().as_bytes();
-        if !name.windows(SEGMENT_MARK.len()).any(|part| part == SEGMENT_MARK) {
+        if !segments.may_be(target.as_os_str().as_bytes()) {
             continue;
         }
         match std::fs::metadata(&path) {

@@ -19,6 +19,9 @@ use crate::error::{Error, Kind, Result, reason, shown};
 /// The directories that [`BaseDir::prepare`] makes in BASE.
 const INSIDE: [&str; 3] = ["run", "views", "logs"];
 
+/// The directory of generations in BASE, which is made only where it is needed.
+const MODEL_CACHE: &str = "model-cache";
+
 /// What of the caller's environment decides where BASE is. An empty variable counts as unset.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
@@ -205,6 +208,11 @@ impl BaseDir {
         self.path.join("views")
     }
 
+    /// `BASE/model-cache`: generations on disk, unless `--cache-root` says otherwise. Made with the first of them.
+    pub fn model_cache_dir(&self) -> PathBuf {
+        self.path.join(MODEL_CACHE)
+    }
+
     /// `BASE/logs`.
     pub fn logs_dir(&self) -> PathBuf {
         self.path.join("logs")
@@ -322,10 +330,10 @@ fn open_base(path: &Path, links: LinksFollowed) -> Result<Option<OwnedFd>> {
     open_checked(CWD, path.as_os_str(), path, links)
 }
 
-/// Checks what is there of [`INSIDE`] in BASE.
+/// Checks what is there of [`INSIDE`] and [`MODEL_CACHE`] in BASE.
 fn check_inside(path: &Path, base: Option<OwnedFd>) -> Result<()> {
     let Some(base) = base else { return Ok(()) };
-    for name in INSIDE {
+    for name in INSIDE.into_iter().chain([MODEL_CACHE]) {
         open_checked(base.as_fd(), OsStr::new(name), &path.join(name), LinksFollowed::Own)?;
     }
     Ok(())
@@ -450,6 +458,7 @@ fn fill(path: &Path, base: &OwnedFd) -> Result<()> {
             prove(opened.as_fd(), &inside)?;
         }
     }
+    open_checked(base.as_fd(), OsStr::new(MODEL_CACHE), &path.join(MODEL_CACHE), LinksFollowed::Own)?;
     Ok(())
 }
 

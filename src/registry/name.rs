@@ -17,6 +17,24 @@ pub const NAME_CHARACTERS_MAX: usize = 96;
 pub struct Name(String);
 
 impl Name {
+    /// The nearest name to any text: what a name cannot hold becomes `-`, the end is cut, and where nothing is left
+    /// it is `model`.
+    pub fn nearest(text: &str) -> Name {
+        let mut name = String::new();
+        for character in text.chars() {
+            let character = if is_allowed(character) { character } else { '-' };
+            let is_first = name.is_empty();
+            if name.len() == NAME_CHARACTERS_MAX {
+                break;
+            } else if is_first && !character.is_ascii_alphanumeric() {
+                continue;
+            }
+            let is_second_dot = character == '.' && name.ends_with('.');
+            name.push(if is_second_dot { '-' } else { character });
+        }
+        Name(if name.is_empty() { "model".to_owned() } else { name })
+    }
+
     /// The name as given.
     pub fn as_str(&self) -> &str {
         &self.0
@@ -44,8 +62,11 @@ impl FromStr for Name {
     }
 }
 
+fn is_allowed(character: char) -> bool {
+    character.is_ascii_alphanumeric() || matches!(character, '.' | '_' | '-')
+}
+
 fn broken_rule(text: &str) -> Option<String> {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     let Some(first) = text.chars().next() else {
         return Some("it is empty".to_owned());
     };
@@ -90,6 +111,25 @@ mod tests {
         for text in ["a", "0", "Qwen3-8B", "org--model_v1.5", "a.", "a-", &"x".repeat(96)] {
             assert_eq!(text.parse::<Name>().unwrap().as_str(), text);
         }
+    }
+
+    #[test]
+    fn any_text_has_a_nearest_name() {
+        for (text, name) in [
+            ("Qwen3-8B", "Qwen3-8B"),
+            ("org--model", "org--model"),
+            ("my model (v2)", "my-model--v2-"),
+            ("..hidden", "hidden"),
+            ("-_x", "x"),
+            ("a..b...c", "a.-b.-.c"),
+            ("modèle", "mod-le"),
+            ("模型", "model"),
+            ("", "model"),
+        ] {
+            assert_eq!(Name::nearest(text).as_str(), name, "{text}");
+            assert!(name.parse::<Name>().is_ok(), "{name}");
+        }
+        assert_eq!(Name::nearest(&"x".repeat(200)).as_str(), "x".repeat(96));
     }
 
     #[test]

@@ -24,6 +24,10 @@ pub enum Direct {
     Always,
     /// Through the page cache.
     Never,
+    /// What the device holds, whatever the page cache has: with O_DIRECT where that is possible, else through the
+    /// page cache after what it has of the file was written out and dropped. Not on the command line: it is for
+    /// checking files against what they should be.
+    Storage,
 }
 
 impl Direct {
@@ -143,13 +147,21 @@ impl SourceFile {
             change_time,
         };
         source.set_up_direct(alignment.is_some())?;
+        if choice == Direct::Storage && !source.can_read_direct() {
+            source.drop_cached();
+            source.residency = Residency::None;
+        }
         source.forgo_readahead();
         Ok(source)
     }
 
     /// Makes the description for O_DIRECT where it will be used, and clears O_NONBLOCK on the other.
     fn set_up_direct(&mut self, possible: bool) -> Result<()> {
-        let wanted = possible && self.choice != Direct::Never && !matches!(self.residency, Residency::All);
+        let wanted = match self.choice {
+            Direct::Never => false,
+            Direct::Storage => possible,
+            Direct::Auto | Direct::Always => possible && !matches!(self.residency, Residency::All),
+        };
         let single =
             self.bytes <= self.unit && matches!(self.residency, Residency::None | Residency::Unknown);
         let result = if !wanted {
@@ -185,7 +197,8 @@ impl SourceFile {
     /// Many reads are in flight at once, so the kernel's own readahead gains nothing; but it would bring in
     /// pages that another worker has read and dropped already.
     fn forgo_readahead(&self) {
-        if self.bytes > self.unit && !matches!(self.residency, Residency::All) {
+        let all_cached = matches!(self.residency, Residency::All) && self.choice != Direct::Storage;
+        if self.bytes > self.unit && !all_cached {
             // Advice: with readahead the load is as right, only the page cache is less so.
             let _ = rustix::fs::fadvise(&self.file, 0, None, Advice::Random);
         }
@@ -227,19 +240,33 @@ impl SourceFile {
                 pages.get(unit as usize).is_some_and(|pages| u64::from(*pages) == self.pages_of_unit(unit))
             }
         };
-        let direct_possible = self.direct.is_some()
+        let direct_possible = self.can_read_direct()
             && !self.direct_refused.load(Ordering::Relaxed)
-            && offset.is_multiple_of(self.alignment)
-            && self.alignment <= PAGE_BYTES;
+            && offset.is_multiple_of(self.alignment);
         match self.choice {
             Direct::Always => Method::Direct,
-            _ if whole => Method::Cached,
+            Direct::Storage if direct_possible => Method::Direct,
+            Direct::Auto | Direct::Never if whole => Method::Cached,
             Direct::Auto if direct_possible && !prefer_buffered => Method::Direct,
             _ => {
                 self.buffered.store(true, Ordering::Relaxed);
                 Method::Buffered
             }
         }
+    }
+
+    /// Whether there is a description for O_DIRECT that takes windows of whole pages.
+    fn can_read_direct(&self) -> bool {
+        self.direct.is_some() && self.alignment <= PAGE_BYTES
+    }
+
+    /// Has the file written out and drops it from the page cache. A page that somebody has mapped stays, and is what
+    /// is read: the kernel has no way around it.
+    fn drop_cached(&self) {
+        // Where it is refused (a read-only file system) there is nothing to write out.
+        let _ = rustix::fs::fdatasync(&self.file);
+        // Advice: where it is refused the file is read as the kernel has it.
+        let _ = rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed);
     }
 
     fn pages_of_unit(&self, unit: u64) -> u64 {
@@ -274,7 +301,10 @@ impl SourceFile {
     /// at an odd offset.
     pub fn go_on_buffered(&self) -> Result<Method> {
         assert!(!self.insists_on_direct());
-        self.buffered.store(true, Ordering::Relaxed);
+        let is_first = !self.buffered.swap(true, Ordering::Relaxed);
+        if is_first && self.choice == Direct::Storage {
+            self.drop_cached();
+        }
         if self.direct.as_ref().is_some_and(|direct| Arc::ptr_eq(direct, &self.file)) {
             self.set_flags(OFlags::empty())
                 .map_err(|cause| Error::io("set up", self.name.as_ref(), &cause))?;
@@ -425,5 +455,65 @@ fn residency(file: &File, bytes: u64, unit: u64, owner: u32) -> Residency {
             });
             Residency::Mixed(units.collect())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    const BYTES: usize = 3 << 20;
+    const UNIT: u64 = 1 << 20;
+
+    /// A file that is written out, as selected.
+    fn file_in(directory: &tempfile::TempDir) -> SelectedFile {
+        let real = directory.path().join("a");
+        std::fs::write(&real, vec![3; BYTES]).unwrap();
+        let file = File::open(&real).unwrap();
+        file.sync_all().unwrap();
+        let identity = Identity::of(&file.metadata().unwrap());
+        SelectedFile { path: "a".to_owned(), real, identity, passthrough: false }
+    }
+
+    fn cached(selected: &SelectedFile) -> u64 {
+        cache::cached_pages(&File::open(&selected.real).unwrap(), 0, 0).unwrap_or(u64::MAX)
+    }
+
+    /// Brings it into the page cache, or drops it from there. Whether that can be seen to work here.
+    fn set_cached(selected: &SelectedFile, wanted: bool) -> bool {
+        let mut file = File::open(&selected.real).unwrap();
+        if wanted {
+            file.read_to_end(&mut Vec::new()).unwrap();
+        } else {
+            rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
+        }
+        let whole = (BYTES as u64).div_ceil(PAGE_BYTES);
+        cached(selected) == if wanted { whole } else { 0 }
+    }
+
+    #[test]
+    fn storage_is_read_whatever_the_page_cache_has() {
+        let directory = tempfile::tempdir().unwrap();
+        let selected = file_in(&directory);
+        if !set_cached(&selected, false) || !set_cached(&selected, true) {
+            return crate::skipped("the page cache of the temporary directory cannot be looked at");
+        }
+        let auto = SourceFile::open(&selected, Direct::Auto, UNIT).unwrap();
+        assert_eq!(auto.method(0, false), Method::Cached, "the test would show nothing");
+        let source = SourceFile::open(&selected, Direct::Storage, UNIT).unwrap();
+        if source.direct.is_none() {
+            return crate::skipped("the temporary directory takes no O_DIRECT");
+        }
+        assert_eq!(source.method(0, false), Method::Direct);
+        source.forget_all();
+        assert_eq!(cached(&selected), BYTES as u64 / PAGE_BYTES, "what others have there stays");
+        // The device refuses after all: what the page cache has must not be taken for what the device holds.
+        let refused = io::Error::from_raw_os_error(libc::EINVAL);
+        assert_eq!(source.direct_was_refused(&refused).unwrap(), Method::Buffered);
+        assert_eq!(cached(&selected), 0);
+        assert_eq!(source.method(UNIT, false), Method::Buffered);
+        assert!(!source.insists_on_direct());
+        assert!(Direct::NAMES.iter().all(|name| Direct::from_name(name).unwrap() != Direct::Storage));
     }
 }

@@ -108,6 +108,17 @@ pub fn judge(rules: &SelectionRules, path: &Path) -> Result<(bool, bool)> {
     Ok((taken, taken && filter.passed.cover(path)))
 }
 
+/// Which of some files the `--passthrough` patterns mean, going by their paths alone.
+///
+/// # Errors
+///
+/// [`Kind::Usage`] for a wrong pattern.
+pub fn passed_through<'a>(patterns: &[String], paths: impl Iterator<Item = &'a str>) -> Result<Vec<bool>> {
+    let passed = patterns.iter().map(|pattern| ("--passthrough", pattern.as_str()));
+    let passed = Globs::leaving_out(passed)?;
+    Ok(paths.map(|path| passed.cover(Path::new(path))).collect())
+}
+
 /// How much is selected and looked at, so that a test need not make a million files.
 #[derive(Clone, Copy)]
 struct Limits {

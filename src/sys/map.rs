@@ -144,6 +144,11 @@ impl Window {
         self.bytes == 0
     }
 
+    /// Where it begins in its mapping.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
     /// Cuts off and returns the first `bytes`; `self` keeps the rest.
     #[must_use]
     pub fn split_to(&mut self, bytes: usize) -> Window {

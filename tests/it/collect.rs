@@ -193,10 +193,9 @@ fn what_dead_daemons_left_is_shown_and_goes() {
 }
 
 #[test]
-fn it_must_be_told_what_to_look_at() {
+fn it_looks_at_one_of_memory_and_disk() {
     let sandbox = Sandbox::empty();
-    sandbox.iloader(&["gc"]).expect_refusal(2, "must be told so");
-    sandbox.iloader(&["gc", "--ttl", "5", "--apply"]).expect_refusal(2, "must be told so");
+    sandbox.iloader(&["gc", "--resident", "--cache-root", "/tmp"]).expect_refusal(2, "cannot be used with");
     sandbox.iloader(&["gc", "--resident", "--ttl", "-1"]).expect_refusal(2, "-1");
     sandbox.iloader(&["gc", "--resident", "--max-bytes", "many"]).expect_refusal(2, "many");
     let nothing = gc(&sandbox, &["--ttl", "0"]).expect(0);

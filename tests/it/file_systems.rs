@@ -67,7 +67,7 @@ fn check_on(kind: &str, directory: &Path, cache_of: &Path) {
     let selection = select(directory);
     let plan = plan::lay_out(&selection, 4 << 20);
     for engine in engines() {
-        for direct in [Direct::Auto, Direct::Never] {
+        for direct in [Direct::Auto, Direct::Never, Direct::Storage] {
             let cold = files.iter().all(|(name, _)| forget(&cache_of.join(name)));
             let options = Options { direct, workers: 2, ..Options::default() };
             let settings = settings("elsewhere", engine, memory::Choice::Auto, options);

@@ -11,6 +11,7 @@ mod dead;
 mod decoders;
 mod disk_full;
 mod file_systems;
+mod generations;
 mod hangs;
 mod harness;
 mod havoc;

@@ -1,0 +1,181 @@
+//! `cache-status`: is the newest generation what the source holds?
+
+use std::path::{Component, Path, PathBuf};
+
+use clap::Args;
+
+use super::args::{self, FilesArgs, RootArgs};
+use super::json;
+use super::output;
+use super::root::{self, Root};
+use crate::disk::{self, Generation};
+use crate::error::{Error, Kind, Result, shown};
+use crate::failure::Failure;
+use crate::hub::{self, ModelDir};
+use crate::manifest::SelectionRules;
+use crate::registry::Name;
+use crate::source::{self, Selection};
+use crate::units::ByteSize;
+
+/// Differences that are shown; the rest is counted.
+const CHANGES_SHOWN_MAX: usize = 20;
+
+const HELP_AFTER: &str = "\
+Compares names, sizes, times and inodes with those of the copy; no file is read ('iloader verify' does). Exit codes: 0 \
+fresh, 9 stale or of another source, 3 there is no generation of that name, 1 the source cannot be reached: the \
+generation is shown all the same.
+
+Example:
+  iloader cache-status /mnt/nfs/Qwen3-8B || iloader cache /mnt/nfs/Qwen3-8B";
+
+/// Tell whether the copy of a model on local disk is fresh, and what has changed
+#[derive(Args, Clone, Debug)]
+#[command(after_help = HELP_AFTER)]
+pub(crate) struct CacheStatusArgs {
+    /// The model's directory
+    #[arg(value_name = "MODEL_DIR")]
+    model_dir: PathBuf,
+    /// The name of its generations [default: the directory's name, <org>--<model> for a hub snapshot]
+    #[arg(long, visible_alias = "cache-name", value_name = "NAME", value_parser = args::name())]
+    name: Option<Name>,
+    #[command(flatten)]
+    root: RootArgs,
+    #[command(flatten)]
+    files: FilesArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the newest generation of the name is, seen from the source.
+enum State {
+    Fresh,
+    Stale(Vec<String>),
+    /// There is none.
+    Missing,
+    /// The source cannot be looked at.
+    Unreachable(Error),
+}
+
+/// Prints it. The exit code is the state's.
+pub(crate) fn cache_status(args: &CacheStatusArgs) -> Result<u8> {
+    let root = Root::find(&args.root)?;
+    let source = Source::look(&args.model_dir, &args.files.rules())?;
+    let name = root::name_of(args.name.as_ref(), &source.model);
+    let generation = match root.open()? {
+        Some(store) => store.newest(&name)?,
+        None => None,
+    };
+    let state = match (&generation, source.selection) {
+        (None, Ok(_)) => State::Missing,
+        // Nothing is known of either.
+        (None, Err(error)) => return Err(error),
+        (Some(_), Err(error)) => State::Unreachable(error),
+        (Some(generation), Ok(selection)) => {
+            match disk::build::differences(generation, &selection, CHANGES_SHOWN_MAX) {
+                changes if changes.is_empty() => State::Fresh,
+                changes => State::Stale(changes),
+            }
+        }
+    };
+    print(args, &name, &source.model, generation.as_ref(), &state)?;
+    match state {
+        State::Unreachable(error) => {
+            // 3 would say that there is no generation.
+            let error = error.with_kind(Kind::Failed).context("the source cannot be reached");
+            Err(match &generation {
+                Some(generation) => error.hint(format!(
+                    "the generation can be used without it: iloader run --cache-path {} -- COMMAND",
+                    shown(generation.path())
+                )),
+                None => error,
+            })
+        }
+        state => Ok(state.exit_code()),
+    }
+}
+
+/// The source as far as it can be looked at.
+struct Source {
+    model: ModelDir,
+    selection: Result<Selection>,
+}
+
+impl Source {
+    fn look(argument: &Path, rules: &SelectionRules) -> Result<Source> {
+        match hub::resolve(argument) {
+            Ok(model) => {
+                let selection = match source::select(&model.root, rules) {
+                    // It is not the source that is wrong.
+                    Err(error) if error.kind() == Kind::Usage => return Err(error),
+                    selection => selection,
+                };
+                Ok(Source { model, selection })
+            }
+            Err(error) if error.kind() == Kind::Usage => Err(error),
+            Err(error) => Ok(Source { model: as_it_was_named(argument), selection: Err(error) }),
+        }
+    }
+}
+
+/// A model directory that cannot be looked at, by what was typed.
+fn as_it_was_named(argument: &Path) -> ModelDir {
+    let last = argument.components().rev().find_map(|part| match part {
+        Component::Normal(name) => Some(name.to_string_lossy().into_owned()),
+        _ => None,
+    });
+    ModelDir { root: argument.to_owned(), label: last.unwrap_or_else(|| "model".to_owned()) }
+}
+
+impl State {
+    fn word(&self) -> &'static str {
+        match self {
+            State::Fresh => "fresh",
+            State::Stale(_) => "stale",
+            State::Missing => "missing",
+            State::Unreachable(_) => "unknown",
+        }
+    }
+
+    fn exit_code(&self) -> u8 {
+        match self {
+            State::Fresh => 0,
+            State::Stale(_) => Kind::Stale.exit_code(),
+            State::Missing => Kind::NotFound.exit_code(),
+            State::Unreachable(_) => Kind::Failed.exit_code(),
+        }
+    }
+}
+
+fn print(
+    args: &CacheStatusArgs,
+    name: &Name,
+    model: &ModelDir,
+    generation: Option<&Generation>,
+    state: &State,
+) -> Result<()> {
+    let changes: &[String] = if let State::Stale(changes) = state { changes } else { &[] };
+    if args.json {
+        let error = if let State::Unreachable(error) = state { Some(Failure::from(error)) } else { None };
+        return output::print_json(&json::CacheStatusAnswer {
+            name: name.as_str(),
+            state: state.word(),
+            source: &model.root.to_string_lossy(),
+            generation: generation.map(json::Generation::of).transpose()?,
+            source_changes: changes,
+            error,
+        });
+    }
+    let mut rows = vec![("name", name.to_string()), ("state", state.word().to_owned())];
+    rows.extend(changes.iter().map(|change| ("change", change.clone())));
+    if let Some(generation) = generation {
+        let manifest = generation.manifest();
+        let files = manifest.files.len();
+        rows.push(("generation", shown(generation.path())));
+        rows.push(("source", shown(&manifest.source)));
+        rows.push(("size", format!("{} in {files} files", ByteSize(manifest.bytes))));
+        rows.push(("created", manifest.created.clone()));
+        rows.push(("last used", format!("{} ago", output::seconds(generation.idle().as_secs_f64()))));
+    }
+    output::print(&output::fields(&rows))
+}
