@@ -7,12 +7,12 @@ mod bed;
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use bed::machine;
 use bed::pairs::{Pairs, Spread, Target, undisturbed};
-use bed::{Discard, ModelDir, Outcome};
+use bed::{Discard, ModelDir, Outcome, succeed, timed};
 use iloader::memory::{Choice, Resident, Settings};
 use iloader::source::Direct;
 use iloader::sys::map::{Mapping, ReaderMap, Window};
@@ -408,26 +408,8 @@ fn report(name: &str, ratio: &Spread, target: Target) {
     println!("  {name:<11}  {ratio:.2}, {}", target.verdict(ratio.median()));
 }
 
-/// How long `work` takes.
-fn timed(work: impl FnOnce() -> Outcome<()>) -> Outcome<Duration> {
-    let start = Instant::now();
-    work()?;
-    Ok(start.elapsed())
-}
-
 /// User and system time of all threads of this process, the ended ones and the kernel's workers included.
 fn processor_time() -> Duration {
     let time = rustix::time::clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).expect("less than a second"))
-}
-
-/// Runs a command to its end, without its output; its failure is ours.
-fn succeed(command: &mut Command) -> Outcome<()> {
-    let output = command.stdin(Stdio::null()).output()?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let program = command.get_program().to_string_lossy();
-    Err(format!("{program} failed ({}): {}", output.status, said.trim()).into())
 }

@@ -12,8 +12,9 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use iloader::engine::{self, Direction, Selected, Transfer};
 use iloader::load::{self, Options, Watch};
@@ -268,6 +269,24 @@ pub(crate) fn have_memory(bytes: u64) -> Outcome<()> {
     std::thread::sleep(REPORTING);
     Mapping::anonymous(usize::try_from(bytes)?)?.as_mut_slice().fill(1);
     Ok(())
+}
+
+/// How long `work` takes.
+pub(crate) fn timed(work: impl FnOnce() -> Outcome<()>) -> Outcome<Duration> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed())
+}
+
+/// Runs a command to its end, without its output; its failure is ours.
+pub(crate) fn succeed(command: &mut Command) -> Outcome<()> {
+    let output = command.stdin(Stdio::null()).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let program = command.get_program().to_string_lossy();
+    Err(format!("{program} failed ({}): {}", output.status, said.trim()).into())
 }
 
 /// Few samples and short ones: these benchmarks compare factors, not percents.

@@ -1,5 +1,6 @@
 //! Sources on other file systems: the bytes are right, and the page cache is left as it was found, also
-//! where O_DIRECT is refused or quietly served through it.
+//! where O_DIRECT is refused or quietly served through it. And copies there: whole, found to be so, and of
+//! shared blocks where the file system can.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use iloader::plan;
 use iloader::source::Direct;
 
 use crate::copy::{Meter, content, engines, select, settings};
-use crate::harness::{bytes_of, scratch_dir, skipped};
+use crate::harness::{Job, Sandbox, bytes_of, scratch_dir, skipped};
 
 /// A mount of ours, taken away at the end also when the test fails.
 struct Mount(PathBuf);
@@ -102,6 +103,59 @@ fn check_on(kind: &str, directory: &Path, cache_of: &Path) {
     }
 }
 
+/// Whether a copy can share the blocks of its source.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Blocks {
+    Copied,
+    Shared,
+}
+
+/// Makes copies in `directory` of a source that lies there and of one that lies elsewhere, by each engine.
+fn check_copies(kind: &str, directory: &Path, blocks: Blocks) {
+    let sandbox = Sandbox::empty();
+    let here = directory.join("source");
+    std::fs::create_dir(&here).unwrap();
+    let mut length = 0;
+    for (name, bytes) in &lengths_and_bytes() {
+        std::fs::write(here.join(name), bytes).unwrap();
+        sandbox.write(name, bytes);
+        length += bytes.len() as u64;
+    }
+    for (from, source) in [("here", &here), ("elsewhere", &sandbox.model())] {
+        for engine in ["auto", "threads"] {
+            let root = directory.join(format!("root-{from}-{engine}"));
+            let before = free_bytes(directory);
+            let mut words = vec!["cache", source.to_str().unwrap(), "--name", "m", "--engine", engine];
+            words.extend(["--cache-root", root.to_str().unwrap()]);
+            let made = Job::spawn(sandbox.command(&words)).wait().expect(0);
+            let generation = PathBuf::from(made.stdout.trim_end());
+            for (name, bytes) in &lengths_and_bytes() {
+                let copy = std::fs::read(generation.join(name)).unwrap();
+                assert!(copy == *bytes, "{kind}, {from}, {engine}: {name} differs");
+            }
+            let verify = ["verify", generation.to_str().unwrap()];
+            Job::spawn(sandbox.command(&verify)).wait().expect(0);
+            let mut check = Command::new("sha256sum");
+            check.args(["--check", "--strict", "--quiet", "SHA256SUMS"]).current_dir(&generation);
+            Job::spawn(check).wait().expect(0);
+            let taken = before.saturating_sub(free_bytes(directory));
+            let shares = blocks == Blocks::Shared && from == "here";
+            assert!(
+                !shares || taken < length / 4,
+                "{kind}, {engine}: {taken} bytes were taken by a copy of {length}"
+            );
+            std::fs::remove_dir_all(&root).unwrap();
+        }
+    }
+    std::fs::remove_dir_all(&here).unwrap();
+}
+
+fn free_bytes(directory: &Path) -> u64 {
+    rustix::fs::syncfs(File::open(directory).unwrap()).unwrap();
+    let space = rustix::fs::statvfs(directory).unwrap();
+    space.f_bfree * space.f_frsize
+}
+
 fn cached(path: &Path) -> Option<u64> {
     iloader::sys::cache::cached_pages(&File::open(path).unwrap(), 0, 0).ok()
 }
@@ -119,34 +173,37 @@ fn may_mount() -> Result<(), String> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err("mounting needs root".to_owned()) }
 }
 
-fn on_loop_mount(kind: &str, options: &str) {
+fn on_loop_mount(kind: &str, options: &str, blocks: Blocks) {
     let scratch = scratch_dir();
     let at = scratch.path().join("mounted");
     match may_mount().and_then(|()| loop_mount(kind, options, &scratch.path().join("image"), &at)) {
-        Ok(_mount) => check_on(&format!("{kind} {options}"), &at, &at),
+        Ok(_mount) => {
+            check_on(&format!("{kind} {options}"), &at, &at);
+            check_copies(&format!("{kind} {options}"), &at, blocks);
+        }
         Err(why) => skipped(format!("{kind} on a loop device: {why}")),
     }
 }
 
 #[test]
 fn ext4() {
-    on_loop_mount("ext4", "noatime");
+    on_loop_mount("ext4", "noatime", Blocks::Copied);
 }
 
 #[test]
 fn xfs() {
-    on_loop_mount("xfs", "noatime");
+    on_loop_mount("xfs", "noatime", Blocks::Shared);
 }
 
 #[test]
 fn btrfs() {
-    on_loop_mount("btrfs", "noatime");
+    on_loop_mount("btrfs", "noatime", Blocks::Shared);
 }
 
 /// Btrfs reads compressed extents through the page cache although O_DIRECT was asked for.
 #[test]
 fn btrfs_that_compresses() {
-    on_loop_mount("btrfs", "compress-force=zstd");
+    on_loop_mount("btrfs", "compress-force=zstd", Blocks::Shared);
 }
 
 #[test]
@@ -158,6 +215,7 @@ fn tmpfs() {
         Ok(()) => {
             let _mount = Mount(at.clone());
             check_on("tmpfs", &at, &at);
+            check_copies("tmpfs", &at, Blocks::Copied);
         }
         Err(why) => skipped(format!("tmpfs: {why}")),
     }
@@ -180,6 +238,7 @@ fn overlayfs() {
             let _mount = Mount(at.clone());
             // An overlay's own files hold no pages: those of the layer below do.
             check_on("overlayfs", &at, &upper);
+            check_copies("overlayfs", &at, Blocks::Copied);
         }
         Err(why) => skipped(format!("overlayfs: {why}")),
     }
@@ -196,6 +255,7 @@ fn fuse() {
         Ok(()) => {
             let _mount = Mount(at.clone());
             check_on("fuse", &at, &at);
+            check_copies("fuse", &at, Blocks::Copied);
         }
         Err(why) => skipped(format!("fuse: {why}")),
     }
