@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use super::copy::Copying;
-use super::format::{Entry, OUR_DIRECTORY, State};
+use super::format::{Entry, FINISHED_FILE, OUR_DIRECTORY, State};
 use super::medium::{Disk, Medium};
-use super::staging::remove_tree;
 use super::{Generation, NameLock, Store};
 use crate::engine::Selected;
 use crate::error::{Error, Kind, Result, shown};
@@ -208,7 +207,7 @@ fn check_owner(generation: &Generation, selection: &Selection, name: &Name) -> R
     ))
 }
 
-/// Removes the older generations of the name, unless somebody uses them, and what interrupted commands left of it.
+/// Removes the journal of the newest generation, the older generations of the name, unless somebody uses them, and what interrupted commands left of it.
 fn remove_superseded(
     medium: &dyn Medium,
     store: &Store,
@@ -216,6 +215,8 @@ fn remove_superseded(
     newest: &Generation,
     notes: &mut Vec<String>,
 ) {
+    // It is of no use any more, and of no harm where it stays.
+    let _ = medium.remove_file(&newest.path().join(OUR_DIRECTORY).join(FINISHED_FILE));
     let entries = match store.entries() {
         Ok(entries) => entries,
         Err(error) => return notes.push(format!("older generations stay: {error}")),
@@ -226,7 +227,7 @@ fn remove_superseded(
             State::Whole if entry.number >= newest.number() => continue,
             State::Whole => remove_whole(store, entry, notes),
             // We have the lock of who builds: nobody is at work in it.
-            State::Staging => remove_tree(medium, &path),
+            State::Staging => store.remove_tree(medium, &path),
             State::Removing => match store.leftover(entry) {
                 Ok(Some(left)) if !left.is_in_use => store.remove_leftover(&left),
                 Ok(_) => continue,

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use jiff::Timestamp;
 
@@ -15,8 +15,8 @@ use super::format::{Entry, OUR_DIRECTORY, State};
 use super::medium::Medium;
 use super::reuse::Shelf;
 use super::room;
-use super::staging::{Modes, Staging, files_in, make_readable, remove_tree};
-use super::writer::{self, Setting, Wanted, failed, finish_file};
+use super::staging::{Modes, Staging, files_in, make_readable};
+use super::writer::{self, Setting, Wanted, check_cancelled, failed, finish_file};
 use super::{Leftover, Store, sums};
 use super::{journal, manifest};
 use crate::budget;
@@ -75,7 +75,7 @@ impl Copying<'_> {
     /// Makes the generation, and says where it is. What is left where it fails is fit to go on from, or nothing.
     pub(super) fn run(&self, notes: &mut Vec<String>) -> Result<(PathBuf, Copied)> {
         let modes = Modes::of(self.store.is_private());
-        let (shelf, interrupted) = self.shelf()?;
+        let (shelf, interrupted) = self.shelf(notes)?;
         let files = self.selection.files.iter().map(|file| file.path.as_str());
         let links = &self.selection.directory_links;
         let made = Staging::make(
@@ -93,7 +93,9 @@ impl Copying<'_> {
             let manifest = self.manifest(&pieces)?;
             self.link_names(&staging)?;
             let text = manifest::encode(&manifest)?;
-            Ok((staging.commit(&text, (&sums::text(&manifest), sums::is_at_top(&manifest)))?, copied))
+            let sums = sums::text(&manifest);
+            let go_on = || check_cancelled(self.watch);
+            Ok((staging.commit(&text, (&sums, sums::is_at_top(&manifest)), &go_on)?, copied))
         });
         committed.map_err(|error| {
             // Where the disk is full, what was copied is in the way of others.
@@ -108,7 +110,7 @@ impl Copying<'_> {
         if !stays {
             // The error that there is matters more than one about this. The next build removes it.
             let path = self.store.root().join(self.entry.in_state(State::Staging).to_string());
-            let _ = remove_tree(self.medium, &path);
+            let _ = self.store.remove_tree(self.medium, &path);
         }
         match error.kind() {
             Kind::Cancelled if stays => {
@@ -124,7 +126,7 @@ impl Copying<'_> {
 impl Copying<'_> {
     /// What is there already: files of whole generations, and of interrupted copies of this name; and where those
     /// copies are.
-    fn shelf(&self) -> Result<(Shelf, Vec<PathBuf>)> {
+    fn shelf(&self, notes: &mut Vec<String>) -> Result<(Shelf, Vec<PathBuf>)> {
         let mut shelf = Shelf::default();
         let mut interrupted = Vec::new();
         let listing = self.store.list()?;
@@ -134,9 +136,13 @@ impl Copying<'_> {
                 && Entry::parse(file_name).is_some_and(|entry| entry.state == State::Staging)
         };
         for left in listing.leftovers.into_iter().filter(is_ours) {
-            let journal = if self.request.refresh { None } else { journal::read(&left.path)? };
-            if let Some(journal) = journal {
-                shelf.add(&left.path, &journal.source, &journal.finished);
+            // In a root that several users share it may be another's, and not for us to read.
+            match journal::read(&left.path) {
+                Ok(Some(journal)) if !self.request.refresh => {
+                    shelf.add(&left.path, &journal.source, &journal.finished);
+                }
+                Ok(_) => {}
+                Err(error) => notes.push(format!("{} is not used: {error}", shown(&left.path))),
             }
             interrupted.push(left.path);
         }
@@ -166,27 +172,31 @@ impl Copying<'_> {
         let mut pieces = Vec::with_capacity(laid_out.targets.len());
         let mut refusing = HashSet::new();
         for target in &laid_out.targets {
+            check_cancelled(self.watch)?;
             let way = self.take_over(staging, shelf, target.file, &mut refusing)?;
             pieces.push(Piece { file: target.file, way, digest: None });
         }
         for left in interrupted {
-            self.remove_unfinished(left)?;
+            // Where it stays, the room that it takes may be missed, which is then told.
+            let _ = self.remove_unfinished(left);
         }
         self.check_room(&pieces)?;
         let (pool, workers, chunk_bytes) =
             room::buffers(self.request.workers, self.request.chunk_bytes, laid_out.bytes_of_longest())?;
-        let reading = Reading { pool: &pool, workers, chunk_bytes };
+        let mut reading = Reading { pool, workers, chunk_bytes };
         room::check_descriptors(workers, self.request.engine.depth(), laid_out.targets.len())?;
         self.tell_plan(&pieces);
         let damaged = self.check(staging, &mut pieces, &reading)?;
         if !damaged.is_empty() {
+            // Windows that were out when a read failed are gone with it.
+            reading.pool = Pool::new(workers, chunk_bytes);
             notes.extend(damaged);
             self.check_room(&pieces)?;
             self.tell_plan(&pieces);
         }
-        // What was worth keeping is noted in the new one.
+        // What was worth keeping is noted in the new one. What cannot be removed is tried, and told, at the end again.
         for left in interrupted {
-            remove_tree(self.medium, left)?;
+            let _ = self.store.remove_tree(self.medium, left);
         }
         let copied = sums_of(self.selection, &pieces);
         self.copy(staging, &mut pieces, &reading)?;
@@ -282,12 +292,7 @@ impl Copying<'_> {
     }
 
     /// Reads and hashes what was taken over. What is damaged is to be copied, and is told.
-    fn check(
-        &self,
-        staging: &Staging<'_>,
-        pieces: &mut [Piece],
-        reading: &Reading<'_>,
-    ) -> Result<Vec<String>> {
+    fn check(&self, staging: &Staging<'_>, pieces: &mut [Piece], reading: &Reading) -> Result<Vec<String>> {
         let taken: Vec<usize> = (0..pieces.len()).filter(|&index| pieces[index].way != Way::Copied).collect();
         if taken.is_empty() {
             return Ok(Vec::new());
@@ -309,13 +314,18 @@ impl Copying<'_> {
                     continue;
                 }
                 self.check_blob(self.file(piece), digest)?;
+                // Before it is noted, so that nobody takes over what was cloned while somebody wrote to it.
+                if matches!(piece.way, Way::Cloned(before) if check_source(self.file(piece), before).is_err())
+                {
+                    continue;
+                }
                 staging.note(&entry_of(self.file(piece), digest))?;
                 writer::lock(&found).insert(index, digest);
                 self.watch.finished_file();
             }
             Ok(())
         };
-        let sink = Discard { pool: reading.pool, digested: &digested };
+        let sink = Discard { pool: &reading.pool, digested: &digested };
         // What is on disk counts, not what the page cache has of it. Other generations may take and drop links to
         // these files meanwhile; that they are what was noted is told by their digests.
         let options = Options { direct: Direct::Storage, may_be_linked: true, ..Options::default() };
@@ -335,6 +345,10 @@ impl Copying<'_> {
             let path = staging.file(&self.file(&pieces[index]).path);
             self.medium.remove_file(&path).map_err(|cause| failed("remove", &path, &cause))?;
             damaged.push(match &outcome {
+                Ok(_) if matches!(pieces[index].way, Way::Cloned(_)) => format!(
+                    "{} was written to while it was cloned, and is copied anew",
+                    shown(&self.file(&pieces[index]).path)
+                ),
                 Ok(_) => format!(
                     "{} of an older generation is damaged, and is copied anew",
                     shown(&self.file(&pieces[index]).path)
@@ -347,7 +361,7 @@ impl Copying<'_> {
     }
 
     /// Copies what is left to copy.
-    fn copy(&self, staging: &Staging<'_>, pieces: &mut [Piece], reading: &Reading<'_>) -> Result<()> {
+    fn copy(&self, staging: &Staging<'_>, pieces: &mut [Piece], reading: &Reading) -> Result<()> {
         let left: Vec<usize> = (0..pieces.len()).filter(|&index| pieces[index].way == Way::Copied).collect();
         if left.is_empty() {
             return Ok(());
@@ -362,7 +376,14 @@ impl Copying<'_> {
         let wanted: Vec<Wanted> = files.iter().map(wanted).collect();
         let mut chunks = vec![0; plan.targets.len()];
         plan.chunks.iter().for_each(|chunk| chunks[chunk.target] += 1);
+        let before: Vec<OnceLock<Option<ChangeTime>>> = wanted.iter().map(|_| OnceLock::new()).collect();
+        let begun = |target: usize| {
+            before[target].get_or_init(|| ChangeTime::told_at(&files[target].real));
+        };
         let finished = |target: usize, digest: Digest| {
+            // The load looks at the end of all, but what is noted here outlives a kill before that: half old and half
+            // new, under the old modification time, it would be taken over as whole.
+            check_source(&files[target], before[target].get().copied().flatten())?;
             staging.note(&entry_of(&files[target], digest))?;
             self.watch.finished_file();
             Ok(())
@@ -374,9 +395,10 @@ impl Copying<'_> {
             files: &wanted,
             chunks: &chunks,
             mode: staging.modes().file,
-            pool: reading.pool,
+            pool: &reading.pool,
             engine: &self.request.engine,
             watch: self.watch,
+            begun: &begun,
             finished: &finished,
             mismatch: &mismatch,
         };
@@ -394,7 +416,7 @@ impl Copying<'_> {
         plan: &Plan,
         files: &[SelectedFile],
         sink: &dyn Sink,
-        reading: &Reading<'_>,
+        reading: &Reading,
         options: Options,
     ) -> Result<Vec<Digest>> {
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -416,23 +438,9 @@ impl Copying<'_> {
     /// Whether the source is still what was selected. Of what was copied the copy loop has looked already.
     fn check_sources(&self, pieces: &[Piece]) -> Result<()> {
         for piece in pieces {
-            let file = self.file(piece);
-            let metadata = match std::fs::symlink_metadata(&file.real) {
-                Ok(metadata) => metadata,
-                Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
-                    return Err(changed(&file.path, "it is gone"));
-                }
-                Err(cause) => return Err(Error::io("examine", &file.real, &cause)),
-            };
-            check_unchanged(file, &Identity::of(&metadata))?;
-            if let Way::Cloned(Some(before)) = piece.way
-                && before != ChangeTime::of(&metadata)
-            {
-                return Err(changed(
-                    &file.path,
-                    "it was written to, although its modification time is the same",
-                ));
-            }
+            check_cancelled(self.watch)?;
+            let before = if let Way::Cloned(before) = piece.way { before } else { None };
+            check_source(self.file(piece), before)?;
         }
         Ok(())
     }
@@ -441,6 +449,7 @@ impl Copying<'_> {
     fn link_names(&self, staging: &Staging<'_>) -> Result<()> {
         let plan = lay_out(self.selection, HUGE_PAGE_BYTES);
         for (index, target) in plan.target_of_file.iter().enumerate() {
+            check_cancelled(self.watch)?;
             let Some(target) = target else { continue };
             let first = plan.targets[*target].file;
             if first != index {
@@ -475,8 +484,8 @@ impl Copying<'_> {
 }
 
 /// How a load of this build reads.
-struct Reading<'a> {
-    pool: &'a Pool,
+struct Reading {
+    pool: Pool,
     workers: usize,
     chunk_bytes: u64,
 }
@@ -554,6 +563,26 @@ fn in_staging(staging: &Staging<'_>, file: &SelectedFile) -> Result<SelectedFile
     let real = staging.file(&file.path);
     let metadata = std::fs::symlink_metadata(&real).map_err(|cause| failed("examine", &real, &cause))?;
     Ok(SelectedFile { path: file.path.clone(), real, identity: Identity::of(&metadata), passthrough: false })
+}
+
+/// Refuses a file of the source that is not what was selected, or was changed since `before`.
+fn check_source(file: &SelectedFile, before: Option<ChangeTime>) -> Result<()> {
+    let metadata = match std::fs::symlink_metadata(&file.real) {
+        Ok(metadata) => metadata,
+        Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
+            return Err(changed(&file.path, "it is gone"));
+        }
+        Err(cause) => return Err(Error::io("examine", &file.real, &cause)),
+    };
+    check_unchanged(file, &Identity::of(&metadata))?;
+    match before {
+        Some(before) if before != ChangeTime::of(&metadata) => {
+            let how =
+                "its bytes, mode, owner or links were, although size and modification time are the same";
+            Err(changed(&file.path, how))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn entry_of(file: &SelectedFile, digest: Digest) -> FileEntry {

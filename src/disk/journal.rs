@@ -3,8 +3,8 @@
 //! One JSON line each: first what it is about, then one line per finished file, added as it is finished and never
 //! changed. A last line that was cut by a crash is as good as none.
 
-use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
 use rustix::fs::{self, Mode, OFlags};
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::format::{FINISHED_FILE, OUR_DIRECTORY};
 use super::manifest::{MANIFEST_BYTES_MAX, check_path};
+use super::medium::Medium;
 use crate::error::{Error, Result};
 use crate::manifest::FileEntry;
 use crate::registry::dir::failed;
@@ -67,7 +68,7 @@ pub fn read(staging: &Path) -> Result<Option<Journal>> {
     let path = staging.join(OUR_DIRECTORY).join(FINISHED_FILE);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match fs::open(&path, flags, Mode::empty()) {
-        Ok(file) => std::fs::File::from(file),
+        Ok(file) => File::from(file),
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(None),
         Err(errno) => return Err(failed("open the journal", &path)(errno)),
     };
@@ -82,47 +83,37 @@ pub fn read(staging: &Path) -> Result<Option<Journal>> {
 }
 
 /// A journal that is written.
-#[derive(Debug)]
-pub struct Writer {
-    file: std::fs::File,
+pub(super) struct Writer<'a> {
+    medium: &'a dyn Medium,
+    file: File,
+    bytes: u64,
 }
 
-impl Writer {
+impl<'a> Writer<'a> {
     /// Begins a journal in `file`, which is new and empty.
-    ///
-    /// # Errors
-    ///
-    /// Where it cannot be written.
-    pub fn begin(file: OwnedFd, source: &str) -> std::io::Result<Writer> {
-        let mut writer = Writer { file: file.into() };
+    pub(super) fn begin(medium: &'a dyn Medium, file: File, source: &str) -> io::Result<Writer<'a>> {
+        let mut writer = Writer { medium, file, bytes: 0 };
         writer.line(&Heading { schema: SCHEMA, source: source.to_owned() })?;
         Ok(writer)
     }
 
-    /// Adds a finished file: its bytes must be on disk by now. Each line is on disk when this returns only where
-    /// `sync` is called.
-    ///
-    /// # Errors
-    ///
-    /// Where it cannot be written.
-    pub fn add(&mut self, entry: &FileEntry) -> std::io::Result<()> {
+    /// Adds a finished file, whose bytes are on disk by now. The line itself is when `sync` was called.
+    pub(super) fn add(&mut self, entry: &FileEntry) -> io::Result<()> {
         self.line(entry)
     }
 
     /// Waits until what was added is on disk.
-    ///
-    /// # Errors
-    ///
-    /// Where it could not be written.
-    pub fn sync(&self) -> std::io::Result<()> {
-        self.file.sync_data()
+    pub(super) fn sync(&self) -> io::Result<()> {
+        self.medium.sync_file(&self.file)
     }
 
-    fn line(&mut self, value: &impl Serialize) -> std::io::Result<()> {
+    /// In one call, so that a kill leaves all of the line or none.
+    fn line(&mut self, value: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(value)?;
         line.push(b'\n');
-        // In one call, so that a kill leaves all of it or none.
-        self.file.write_all(&line)
+        self.medium.write(&self.file, &line, self.bytes)?;
+        self.bytes += line.len() as u64;
+        Ok(())
     }
 }
 

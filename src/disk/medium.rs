@@ -2,12 +2,14 @@
 //!
 //! Looking (reading, listing, examining) does not: a crash cannot come between looks.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::{FallocateFlags, Mode, OFlags, Timespec, Timestamps};
+use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags, Timespec, Timestamps};
 
 use crate::engine::{Engine, Selected};
 use crate::error::Result;
@@ -66,8 +68,8 @@ pub(super) trait Medium: Sync {
     /// Takes a file or a symbolic link out of its directory.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
 
-    /// Removes an empty directory.
-    fn remove_directory(&self, path: &Path) -> io::Result<()>;
+    /// Takes `name` out of a directory: a file or a link, or an empty directory with `AtFlags::REMOVEDIR`.
+    fn unlink_at(&self, directory: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) -> rustix::io::Result<()>;
 
     /// An engine for writes, for the calling thread.
     fn start_engine(&self, engine: &Selected) -> Result<Box<dyn Engine>>;
@@ -158,8 +160,8 @@ impl Medium for Disk {
         std::fs::remove_file(path)
     }
 
-    fn remove_directory(&self, path: &Path) -> io::Result<()> {
-        std::fs::remove_dir(path)
+    fn unlink_at(&self, directory: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) -> rustix::io::Result<()> {
+        rustix::fs::unlinkat(directory, name, flags)
     }
 
     fn start_engine(&self, engine: &Selected) -> Result<Box<dyn Engine>> {

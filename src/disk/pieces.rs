@@ -2,24 +2,17 @@
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Duration;
 
 use super::writer::{Full, Writer, failed};
+use crate::engine::keeping::{Attempts, append, free_slot, joined};
 use crate::engine::{Completion, Direction, Engine, Transfer};
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::Result;
 use crate::plan::Chunk;
 use crate::sys::map::Window;
 use crate::units::{PAGE_BYTES, round_down};
 
 /// The length of one write: long enough for every device measured, short enough that a chunk keeps a queue busy.
 const PIECE_BYTES: usize = 1 << 20;
-
-/// Times that one write is tried again in a row that brought nothing.
-const RETRIES_MAX: u32 = 1000;
-
-/// Those of them that follow at once; before each further one is a pause.
-const RETRIES_AT_ONCE: u32 = 8;
-const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 /// A chunk that is being written.
 struct Moving {
@@ -41,7 +34,7 @@ struct Piece {
     /// What short writes have written so far.
     written: Option<Window>,
     is_direct: bool,
-    retries: u32,
+    attempts: Attempts,
 }
 
 struct Mover<'a> {
@@ -125,8 +118,14 @@ impl Mover<'_> {
         let index = moving.pieces.len();
         moving.pieces.push(None);
         let token = free_slot(&mut self.pieces);
-        self.pieces[token] =
-            Some(Piece { moving: slot, index, offset, written: None, is_direct, retries: 0 });
+        self.pieces[token] = Some(Piece {
+            moving: slot,
+            index,
+            offset,
+            written: None,
+            is_direct,
+            attempts: Attempts::default(),
+        });
         Some(Transfer { token: token as u64, direction: Direction::Write, file, offset, window })
     }
 
@@ -151,18 +150,17 @@ impl Mover<'_> {
                 is_refused = keep != bytes as u64;
                 if keep > 0 {
                     let written = window.split_to(keep as usize);
-                    match &mut piece.written {
-                        Some(before) => before.join(written),
-                        None => piece.written = Some(written),
-                    }
+                    append(&mut piece.written, written);
                     piece.offset += keep;
-                    piece.retries = 0;
+                    piece.attempts.forget();
                 } else {
-                    piece.try_again(path)?;
+                    piece.attempts.try_again("write", path, piece.offset)?;
                 }
             }
             Err(cause) => match cause.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => piece.try_again(path)?,
+                Some(libc::EINTR | libc::EAGAIN) if piece.attempts.may_try() => {
+                    piece.attempts.try_again("write", path, piece.offset)?;
+                }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if piece.is_direct => is_refused = true,
                 _ => {
                     let doing = format!("write {} bytes at {} of", window.len(), piece.offset);
@@ -188,16 +186,10 @@ impl Mover<'_> {
 
     /// One piece is written; when all pieces of its chunk are, the chunk is done.
     fn piece_done(&mut self, token: usize, window: Window) {
-        let piece = self.pieces[token].take().expect("a completion belongs to a piece");
-        let window = match piece.written {
-            Some(mut written) => {
-                written.join(window);
-                written
-            }
-            None => window,
-        };
+        let mut piece = self.pieces[token].take().expect("a completion belongs to a piece");
+        append(&mut piece.written, window);
         let moving = self.moving[piece.moving].as_mut().expect("a piece belongs to a chunk");
-        moving.pieces[piece.index] = Some(window);
+        moving.pieces[piece.index] = piece.written;
         moving.pieces_written += 1;
         if !moving.rest.is_empty() || moving.pieces_written < moving.pieces.len() {
             return;
@@ -205,40 +197,7 @@ impl Mover<'_> {
         let Moving { chunk, pieces, rest, .. } = self.moving[piece.moving].take().expect("looked at above");
         // What is left to cut is empty, but it would still hold the mapping.
         drop(rest);
-        let mut pieces = pieces.into_iter().map(|piece| piece.expect("every piece is written"));
-        let mut window = pieces.next().expect("a chunk has at least one piece");
-        pieces.for_each(|piece| window.join(piece));
         self.writer.setting.watch.wrote(chunk.bytes);
-        self.writer.chunk_done(&chunk, window);
-    }
-}
-
-impl Piece {
-    /// Counts one more attempt that brought nothing, and waits a little after the first few.
-    fn try_again(&mut self, path: &std::path::Path) -> Result<()> {
-        self.retries += 1;
-        if self.retries > RETRIES_MAX {
-            let message = format!(
-                "cannot write {} at {}: {RETRIES_MAX} attempts brought nothing",
-                shown(path),
-                self.offset
-            );
-            return Err(Error::new(Kind::Failed, message));
-        }
-        if self.retries > RETRIES_AT_ONCE {
-            std::thread::sleep(RETRY_PAUSE);
-        }
-        Ok(())
-    }
-}
-
-/// The index of an empty place; made where there is none.
-fn free_slot<T>(places: &mut Vec<Option<T>>) -> usize {
-    match places.iter().position(Option::is_none) {
-        Some(index) => index,
-        None => {
-            places.push(None);
-            places.len() - 1
-        }
+        self.writer.chunk_done(&chunk, joined(pieces));
     }
 }

@@ -9,11 +9,13 @@ use rustix::io::Errno;
 
 use super::format::{Entry, LOCK_FILE, OUR_DIRECTORY, State, name_lock};
 use super::lock::{self, NameLock};
+use super::medium::{Disk, Medium};
 use super::store::{Leftover, Store, Unreadable, check_owner};
 use super::{Generation, holders, tree};
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry::Name;
 use crate::registry::dir::{self, failed};
+use crate::sys::crash;
 
 impl Store {
     /// Removes a generation: renamed aside first, so that nobody meets half of it.
@@ -95,12 +97,20 @@ impl Store {
             renamed => renamed,
         }
         .map_err(failed("rename", &path))?;
-        fs::fsync(root).map_err(failed("write down the removal in", self.root()))
+        fs::fsync(root).map_err(failed("write down the removal in", self.root()))?;
+        crash::point("generation-taken-aside");
+        Ok(())
+    }
+
+    /// Removes a directory at the top of the root, for who holds its lock.
+    pub(super) fn remove_tree(&self, medium: &dyn Medium, path: &Path) -> Result<()> {
+        let name = path.file_name().unwrap_or_default();
+        tree::remove(medium, self.open_root()?.as_fd(), name, path, OUR_DIRECTORY)
     }
 
     fn delete(&self, root: &OwnedFd, entry: &Entry) -> Result<()> {
         let path = self.path_of(entry);
-        tree::remove(root.as_fd(), OsStr::new(&entry.to_string()), &path, OUR_DIRECTORY)?;
+        tree::remove(&Disk, root.as_fd(), OsStr::new(&entry.to_string()), &path, OUR_DIRECTORY)?;
         fs::fsync(root).map_err(failed("write down the removal in", self.root()))
     }
 

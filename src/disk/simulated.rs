@@ -4,13 +4,15 @@
 //! disk would have of them: the bytes of a file as of its last sync, the entries of a directory as of its last sync.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+
+use rustix::fs::AtFlags;
 
 use super::medium::{Disk, Medium};
 use super::writer::lock;
@@ -308,9 +310,9 @@ impl Medium for Simulated {
         Disk.remove_file(path)
     }
 
-    fn remove_directory(&self, path: &Path) -> io::Result<()> {
-        self.step()?;
-        Disk.remove_directory(path)
+    fn unlink_at(&self, directory: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) -> rustix::io::Result<()> {
+        self.step().map_err(|_| rustix::io::Errno::IO)?;
+        Disk.unlink_at(directory, name, flags)
     }
 
     fn start_engine(&self, engine: &Selected) -> Result<Box<dyn Engine>> {

@@ -7,15 +7,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use serde::Serialize;
-
 use super::format::{
     Entry, FINISHED_FILE, LOCK_FILE, MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE, State, USED_FILE,
 };
-use super::journal::{self, Heading};
+use super::journal;
 use super::medium::Medium;
 use super::writer::{failed, lock};
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::Result;
 use crate::manifest::FileEntry;
 use crate::source::DirectoryLink;
 use crate::sys::crash;
@@ -54,13 +52,12 @@ pub(super) struct Staging<'a> {
     modes: Modes,
     /// Every directory in it, parents before what is in them.
     directories: Vec<PathBuf>,
-    journal: Mutex<Journal>,
+    journal: Mutex<Journal<'a>>,
 }
 
 /// The files that are finished, one line each.
-struct Journal {
-    file: File,
-    bytes: u64,
+struct Journal<'a> {
+    writer: journal::Writer<'a>,
     files: u64,
     unsynced_bytes: u64,
 }
@@ -95,11 +92,10 @@ impl<'a> Staging<'a> {
         };
         make(LOCK_FILE)?;
         make(USED_FILE)?;
-        let journal = Journal { file: make(FINISHED_FILE)?, bytes: 0, files: 0, unsynced_bytes: 0 };
-        let journal = Mutex::new(journal);
+        let writer = journal::Writer::begin(medium, make(FINISHED_FILE)?, source)
+            .map_err(|cause| failed("write", &own.join(FINISHED_FILE), &cause))?;
+        let journal = Mutex::new(Journal { writer, files: 0, unsynced_bytes: 0 });
         let staging = Staging { medium, root, entry, path, modes, directories, journal };
-        let heading = Heading { schema: journal::SCHEMA, source: source.to_owned() };
-        staging.add_line(&mut lock(&staging.journal), &heading)?;
         crash::point("generation-staged");
         Ok(staging)
     }
@@ -122,13 +118,13 @@ impl<'a> Staging<'a> {
     /// Notes that a file is whole and synced.
     pub(super) fn note(&self, entry: &FileEntry) -> Result<()> {
         let mut journal = lock(&self.journal);
-        self.add_line(&mut journal, entry)?;
+        let failed = |doing| move |cause: io::Error| failed(doing, &self.journal_path(), &cause);
+        journal.writer.add(entry).map_err(failed("write"))?;
         journal.files += 1;
         journal.unsynced_bytes = journal.unsynced_bytes.saturating_add(entry.bytes);
         if journal.unsynced_bytes >= UNSYNCED_BYTES_MAX {
             journal.unsynced_bytes = 0;
-            let failed = |cause: io::Error| failed("sync", &self.journal_path(), &cause);
-            self.medium.sync_file(&journal.file).map_err(failed)?;
+            journal.writer.sync().map_err(failed("sync"))?;
         }
         drop(journal);
         crash::point("generation-file-finished");
@@ -137,18 +133,6 @@ impl<'a> Staging<'a> {
 
     fn journal_path(&self) -> PathBuf {
         self.path.join(OUR_DIRECTORY).join(FINISHED_FILE)
-    }
-
-    /// In one call, so that a kill leaves all of the line or none.
-    fn add_line(&self, journal: &mut Journal, value: &impl Serialize) -> Result<()> {
-        let path = self.journal_path();
-        let mut line = serde_json::to_vec(value)
-            .map_err(|cause| Error::new(Kind::Failed, format!("cannot write {}: {cause}", shown(&path))))?;
-        line.push(b'\n');
-        let written = self.medium.write(&journal.file, &line, journal.bytes);
-        written.map_err(|cause| failed("write", &path, &cause))?;
-        journal.bytes += line.len() as u64;
-        Ok(())
     }
 
     /// A link to a directory of the generation: relative, so that the generation can be moved and mounted elsewhere.
@@ -165,16 +149,23 @@ impl<'a> Staging<'a> {
     }
 
     /// Writes what makes it whole, makes all of it outlive a crash, and gives it its name. `sums`: the text, and
-    /// whether it stands at the top.
-    pub(super) fn commit(&self, manifest: &[u8], sums: (&str, bool)) -> Result<PathBuf> {
+    /// whether it stands at the top. `go_on` is asked between the syncs.
+    ///
+    /// The journal stays: until the new name is on disk it is what the next build goes by.
+    pub(super) fn commit(
+        &self,
+        manifest: &[u8],
+        sums: (&str, bool),
+        go_on: &dyn Fn() -> Result<()>,
+    ) -> Result<PathBuf> {
         let own = self.path.join(OUR_DIRECTORY);
         let (text, is_at_top) = sums;
         let place = if is_at_top { self.path.join(SUMS_FILE) } else { own.join(SUMS_FILE) };
         let sums_mode = if is_at_top { self.modes.file } else { self.modes.own };
         self.write_file(&place, text.as_bytes(), sums_mode)?;
-        self.remove_own(FINISHED_FILE)?;
         self.write_file(&own.join(MANIFEST_FILE), manifest, self.modes.own)?;
         for directory in self.directories.iter().rev() {
+            go_on()?;
             self.medium.sync_directory(directory).map_err(|cause| failed("sync", directory, &cause))?;
         }
         crash::point("generation-manifest-written");
@@ -184,11 +175,6 @@ impl<'a> Staging<'a> {
         self.medium.sync_directory(self.root).map_err(|cause| failed("sync", self.root, &cause))?;
         crash::point("generation-committed");
         Ok(whole)
-    }
-
-    fn remove_own(&self, name: &str) -> Result<()> {
-        let path = self.path.join(OUR_DIRECTORY).join(name);
-        self.medium.remove_file(&path).map_err(|cause| failed("remove", &path, &cause))
     }
 
     /// One of our own files, whole and synced.
@@ -226,38 +212,20 @@ fn make_directory(medium: &dyn Medium, path: &Path, mode: u32) -> Result<()> {
     Ok(())
 }
 
-/// Removes a directory of ours with everything in it. Links in it are removed, not followed.
-pub(super) fn remove_tree(medium: &dyn Medium, path: &Path) -> Result<()> {
-    let failed = |cause: io::Error| failed("remove", path, &cause);
-    let mut left = vec![(path.to_owned(), false)];
-    while let Some((directory, is_emptied)) = left.pop() {
-        if is_emptied {
-            medium.remove_directory(&directory).map_err(failed)?;
-            continue;
-        }
-        left.push((directory.clone(), true));
-        for entry in std::fs::read_dir(&directory).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            if entry.file_type().map_err(failed)?.is_dir() {
-                left.push((entry.path(), false));
-            } else {
-                medium.remove_file(&entry.path()).map_err(failed)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Every file and link in a directory and below.
+/// Every file and link in a directory and below, on its file system.
 pub(super) fn files_in(path: &Path) -> Result<Vec<PathBuf>> {
     let failed = |cause: io::Error| failed("look through", path, &cause);
     let mut files = Vec::new();
+    let device = std::fs::symlink_metadata(path).map_err(failed)?.dev();
     let mut left = vec![path.to_owned()];
     while let Some(directory) = left.pop() {
         for entry in std::fs::read_dir(&directory).map_err(failed)? {
             let entry = entry.map_err(failed)?;
-            let is_directory = entry.file_type().map_err(failed)?.is_dir();
-            if is_directory { left.push(entry.path()) } else { files.push(entry.path()) }
+            let about = entry.metadata().map_err(failed)?;
+            if about.dev() != device {
+                continue;
+            }
+            if about.is_dir() { left.push(entry.path()) } else { files.push(entry.path()) }
         }
     }
     Ok(files)

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::Digest as _;
 
 use super::format::{Entry, FINISHED_FILE, LOCK_FILE, MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE, State};
+use super::medium::Disk;
 use super::{Generation, Store, journal, manifest, sums};
 use crate::manifest::{Digest, DirectoryLink, FileEntry, Manifest, SCHEMA, SelectionRules};
 use crate::registry::Name;
@@ -84,7 +85,7 @@ impl Root {
         std::fs::create_dir_all(path.join(OUR_DIRECTORY)).unwrap();
         let entry = add_file(&path, "finished", bytes);
         let file = std::fs::File::create(path.join(OUR_DIRECTORY).join(FINISHED_FILE)).unwrap();
-        journal::Writer::begin(file.into(), "/models/m").unwrap().add(&entry).unwrap();
+        journal::Writer::begin(&Disk, file, "/models/m").unwrap().add(&entry).unwrap();
         path
     }
 }

@@ -9,8 +9,10 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{self, AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
+use super::medium::Medium;
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry::dir::failed;
+use crate::sys::crash;
 
 /// The most directories inside each other that are entered. A selection's are fewer.
 const DEPTH_MAX: usize = 128;
@@ -133,7 +135,13 @@ pub(super) fn walk(directory: OwnedFd, path: &Path) -> Result<Vec<Found>> {
 
 /// Removes the directory `name` in `parent` with everything in it. `last` is removed after everything else at its
 /// top. What somebody else removes at the same time is no error.
-pub(super) fn remove(parent: BorrowedFd<'_>, name: &OsStr, path: &Path, last: &str) -> Result<()> {
+pub(super) fn remove(
+    medium: &dyn Medium,
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+    path: &Path,
+    last: &str,
+) -> Result<()> {
     let Some(directory) = enter(parent, name, path)? else { return Ok(()) };
     make_writable(&directory);
     let mut top = Level::new(directory, path.to_owned())?;
@@ -148,11 +156,14 @@ pub(super) fn remove(parent: BorrowedFd<'_>, name: &OsStr, path: &Path, last: &s
                 (Some(above), Some(name)) => (above.directory.as_fd(), name),
                 _ => (parent, name),
             };
-            removed(fs::unlinkat(parent, name, AtFlags::REMOVEDIR), &emptied)?;
+            removed(medium.unlink_at(parent, name, AtFlags::REMOVEDIR), &emptied)?;
             continue;
         };
         let path = level.path.join(&name);
-        match fs::unlinkat(&level.directory, &name, AtFlags::empty()) {
+        if name == last {
+            crash::point("generation-half-removed");
+        }
+        match medium.unlink_at(level.directory.as_fd(), &name, AtFlags::empty()) {
             // Which of the two it is depends on the file system.
             Err(Errno::ISDIR | Errno::PERM) if is_directory(&level.directory, &name) => {
                 let Some(inside) = enter(level.directory.as_fd(), &name, &path)? else { continue };
@@ -192,6 +203,7 @@ fn removed(result: rustix::io::Result<()>, path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk::medium::Disk;
     use std::os::unix::fs::symlink;
 
     fn open(path: &Path) -> OwnedFd {
@@ -212,7 +224,7 @@ mod tests {
         let error = enter(root.as_fd(), OsStr::new("proc"), Path::new("/proc")).unwrap_err();
         assert!(error.message().contains("mounted at /proc"), "{error}");
         assert_eq!(error.hint_text(), Some("umount /proc"));
-        let error = remove(root.as_fd(), OsStr::new("proc"), Path::new("/proc"), "").unwrap_err();
+        let error = remove(&Disk, root.as_fd(), OsStr::new("proc"), Path::new("/proc"), "").unwrap_err();
         assert_eq!(error.kind(), Kind::InUse);
     }
 
@@ -227,9 +239,9 @@ mod tests {
         assert_eq!(found.len(), 6);
         assert_eq!(found.iter().filter(|found| found.is_file).count(), 1);
         let parent = open(home.path());
-        remove(parent.as_fd(), OsStr::new("d"), &home.path().join("d"), "a").unwrap();
+        remove(&Disk, parent.as_fd(), OsStr::new("d"), &home.path().join("d"), "a").unwrap();
         assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
-        remove(parent.as_fd(), OsStr::new("d"), &home.path().join("d"), "a").unwrap();
+        remove(&Disk, parent.as_fd(), OsStr::new("d"), &home.path().join("d"), "a").unwrap();
         assert!(Path::new("/etc/passwd").exists());
     }
 

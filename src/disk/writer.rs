@@ -62,6 +62,8 @@ pub(super) struct Setting<'a> {
     pub(super) pool: &'a Pool,
     pub(super) engine: &'a Selected,
     pub(super) watch: &'a dyn Watch,
+    /// Told of each file of which nothing was read yet.
+    pub(super) begun: &'a (dyn Fn(usize) + Sync),
     /// Told of each file that is whole and synced.
     pub(super) finished: &'a (dyn Fn(usize, Digest) -> Result<()> + Sync),
     /// A digest that is not the expected one, as an error.
@@ -123,7 +125,8 @@ impl Failure {
 pub(super) fn write<T>(setting: &Setting<'_>, load: impl FnOnce(&dyn Sink) -> Result<T>) -> Result<T> {
     let (full, fulls) = channel();
     let (finishing, unfinished) = sync_channel(FINISHING_MAX);
-    let unfinished = Mutex::new(unfinished);
+    // Owned by the finishing threads alone: whoever sends to them learns that none is left.
+    let unfinished = Arc::new(Mutex::new(unfinished));
     let target = |chunks: &usize| {
         Mutex::new(Target { file: None, is_direct: false, chunks_left: *chunks, digest: None })
     };
@@ -136,10 +139,10 @@ pub(super) fn write<T>(setting: &Setting<'_>, load: impl FnOnce(&dyn Sink) -> Re
     };
     let loaded = std::thread::scope(|scope| {
         let writer = &writer;
-        let unfinished = &unfinished;
         let end = OnEnd(writer);
         for index in 0..FINISHERS {
-            let work = move || writer.finish_files(unfinished);
+            let unfinished = Arc::clone(&unfinished);
+            let work = move || writer.finish_files(&unfinished);
             match std::thread::Builder::new().name(format!("finish-{index}")).spawn_scoped(scope, work) {
                 Ok(_) => {}
                 Err(cause) if index == 0 => {
@@ -149,8 +152,10 @@ pub(super) fn write<T>(setting: &Setting<'_>, load: impl FnOnce(&dyn Sink) -> Re
                 Err(_) => break,
             }
         }
+        drop(unfinished);
         let work = move || {
             let _end = end;
+            let fulls = fulls;
             let engine = setting.medium.start_engine(setting.engine);
             if let Err(error) = engine.and_then(|engine| pieces::write_all(writer, engine, &fulls)) {
                 writer.failure.set(error);
@@ -171,11 +176,15 @@ pub(super) fn write<T>(setting: &Setting<'_>, load: impl FnOnce(&dyn Sink) -> Re
     loaded
 }
 
-/// Ends the finishing threads, whatever ends the thread that gives them work.
+/// Ends the finishing threads, whatever ends the thread that gives them work. Where that is a panic, it ends the load
+/// too: its workers wait for windows that nobody gives back.
 struct OnEnd<'a>(&'a Writer<'a>);
 
 impl Drop for OnEnd<'_> {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.failure.set(Error::new(Kind::Failed, "the thread that writes has panicked"));
+        }
         lock(&self.0.finishing).take();
     }
 }
@@ -183,6 +192,7 @@ impl Drop for OnEnd<'_> {
 impl Writer<'_> {
     /// Makes a file, with its blocks.
     fn make(&self, index: usize) -> Result<(Arc<File>, bool)> {
+        (self.setting.begun)(index);
         let wanted = &self.setting.files[index];
         let medium = self.setting.medium;
         let failed = |cause: io::Error| failed("write", &wanted.path, &cause);
@@ -242,9 +252,10 @@ impl Writer<'_> {
         let _ = finishing.map(|finishing| finishing.send(target));
     }
 
-    /// Whether to stop: another thread failed.
+    /// Whether to stop: another thread failed, or the copy was cancelled, which when all is read nobody else looks at.
     pub(super) fn check(&self) -> Result<()> {
-        self.failure.check()
+        self.failure.check()?;
+        check_cancelled(self.setting.watch)
     }
 
     /// Finishes files until there are no more, or somebody fails.
@@ -252,6 +263,11 @@ impl Writer<'_> {
         loop {
             let next = lock(unfinished).recv();
             let Ok(target) = next else { return };
+            // What waits is let go: a sync may take long.
+            if let Err(error) = check_cancelled(self.setting.watch) {
+                self.failure.set(error);
+                continue;
+            }
             if let Err(error) = self.finish(target) {
                 self.failure.set(error);
             }
@@ -322,6 +338,14 @@ impl Sink for Writer<'_> {
         self.hand_to_finishers(target);
         Ok(())
     }
+}
+
+/// Refuses to go on where nobody wants it any more.
+pub(super) fn check_cancelled(watch: &dyn Watch) -> Result<()> {
+    if watch.cancelled() {
+        return Err(Error::new(Kind::Cancelled, "the copy was cancelled"));
+    }
+    Ok(())
 }
 
 /// Makes a file that has all its bytes last: its length, its time, its blocks.

@@ -5,6 +5,7 @@ use std::fmt;
 use crate::error::{Error, Kind, Result};
 
 pub mod fault;
+pub(crate) mod keeping;
 mod threads;
 mod uring;
 

@@ -9,19 +9,13 @@ use std::time::Duration;
 
 use super::pages::Pages;
 use super::{Shared, Vessel, Watch};
+use crate::engine::keeping::{Attempts, append, free_slot, joined};
 use crate::engine::{Completion, Direction, Engine, Transfer};
-use crate::error::{Error, Kind, Result, shown};
+use crate::error::{Error, Kind, Result};
 use crate::plan::Chunk;
 use crate::source::{Method, SourceFile, changed};
 use crate::sys::map::Window;
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_down};
-
-/// Times that one read is tried again in a row after EINTR or EAGAIN before that is taken for an error.
-const RETRIES_MAX: u32 = 1000;
-
-/// Those of them that follow at once; before each further one is a pause.
-const RETRIES_AT_ONCE: u32 = 8;
-const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 /// How long a worker that may not read yet sleeps before it looks whether the load was cancelled.
 const SLEEP_MAX: Duration = Duration::from_millis(50);
@@ -108,26 +102,7 @@ struct Part {
     /// What short reads have filled so far.
     filled: Option<Window>,
     method: Method,
-    retries: u32,
-}
-
-impl Part {
-    /// Counts one more attempt that brought nothing, and waits a little after the first few.
-    fn try_again(&mut self, name: &str) -> Result<()> {
-        self.retries += 1;
-        if self.retries > RETRIES_MAX {
-            let message = format!(
-                "cannot read {} at {}: {RETRIES_MAX} attempts brought nothing",
-                shown(name),
-                self.offset
-            );
-            return Err(Error::new(Kind::Failed, message));
-        }
-        if self.retries > RETRIES_AT_ONCE {
-            std::thread::sleep(RETRY_PAUSE);
-        }
-        Ok(())
-    }
+    attempts: Attempts,
 }
 
 /// What came of opening the next chunk.
@@ -271,7 +246,7 @@ impl Worker<'_> {
             small_bytes,
             filled: None,
             method,
-            retries: 0,
+            attempts: Attempts::default(),
         });
         Ok(Next::Read(read(token, file, offset, window)))
     }
@@ -372,20 +347,17 @@ impl Worker<'_> {
                 }
                 if keep > 0 {
                     let filled = window.split_to(keep as usize);
-                    match &mut part.filled {
-                        Some(before) => before.join(filled),
-                        None => part.filled = Some(filled),
-                    }
+                    append(&mut part.filled, filled);
                     part.offset += keep;
                     part.wanted -= keep;
-                    part.retries = 0;
+                    part.attempts.forget();
                 } else {
-                    part.try_again(source.name())?;
+                    part.attempts.try_again("read", source.name(), part.offset)?;
                 }
             }
             Err(cause) => match cause.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) if part.retries < RETRIES_MAX => {
-                    part.try_again(source.name())?;
+                Some(libc::EINTR | libc::EAGAIN) if part.attempts.may_try() => {
+                    part.attempts.try_again("read", source.name(), part.offset)?;
                 }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if part.method == Method::Direct => {
                     part.method = source.direct_was_refused(&cause)?;
@@ -405,15 +377,9 @@ impl Worker<'_> {
 
     /// One part is whole; when all parts of its chunk are, the chunk goes to the sink.
     fn part_done(&mut self, token: usize, window: Window) -> Result<()> {
-        let part = self.parts[token].take().expect("a completion belongs to a part");
+        let mut part = self.parts[token].take().expect("a completion belongs to a part");
         let slot = part.active;
-        let window = match part.filled {
-            Some(mut filled) => {
-                filled.join(window);
-                filled
-            }
-            None => window,
-        };
+        append(&mut part.filled, window);
         self.count(part.method, part.bytes);
         self.shared.watch.advanced(part.bytes);
         let active = self.active[slot].as_mut().expect("a part belongs to an active chunk");
@@ -421,7 +387,7 @@ impl Worker<'_> {
         if active.collapse {
             self.shared.watch.took(part.small_bytes);
         }
-        active.parts[part.index] = Some(window);
+        active.parts[part.index] = part.filled;
         active.parts_filled += 1;
         if active.at < active.chunk.bytes || active.parts_filled < active.parts.len() {
             return Ok(());
@@ -434,9 +400,7 @@ impl Worker<'_> {
         let Active { chunk, source, rest, collapse, huge_bytes, parts, .. } = active;
         // What is left to cut is empty, but it would still hold the mapping.
         drop(rest);
-        let mut parts = parts.into_iter().map(|part| part.expect("every part is filled"));
-        let mut window = parts.next().expect("a chunk has at least one part");
-        parts.for_each(|part| window.join(part));
+        let mut window = joined(parts);
         // The last page of a file is read whole: what stands behind its end is nobody's.
         window.as_mut_slice()[chunk.bytes as usize..].fill(0);
         let allocated = window.len() as u64;
@@ -466,17 +430,6 @@ impl Worker<'_> {
 
 fn read(token: usize, file: Arc<File>, offset: u64, window: Window) -> Transfer {
     Transfer { token: token as u64, direction: Direction::Read, file, offset, window }
-}
-
-/// The index of an empty place; made where there is none.
-fn free_slot<T>(places: &mut Vec<Option<T>>) -> usize {
-    match places.iter().position(Option::is_none) {
-        Some(index) => index,
-        None => {
-            places.push(None);
-            places.len() - 1
-        }
-    }
 }
 
 /// The kind of a failed read: the file was found and opened, so nothing is "not found" any more.

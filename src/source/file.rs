@@ -4,6 +4,7 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -97,6 +98,15 @@ pub struct ChangeTime {
 }
 
 impl ChangeTime {
+    /// Of the file at `path`, where its file system's word on that is taken: see [`SourceFile::change_time`].
+    pub fn told_at(path: &Path) -> Option<ChangeTime> {
+        let is_told = rustix::fs::statfs(path).is_ok_and(|about| is_local(about.f_type as u64));
+        if !is_told {
+            return None;
+        }
+        std::fs::symlink_metadata(path).ok().map(|metadata| ChangeTime::of(&metadata))
+    }
+
     /// What `metadata` says.
     pub fn of(metadata: &Metadata) -> ChangeTime {
         ChangeTime { seconds: metadata.ctime(), nanoseconds: metadata.ctime_nsec() }
@@ -360,7 +370,11 @@ impl SourceFile {
 }
 
 fn tells_change_time(file: &File) -> bool {
-    rustix::fs::fstatfs(file).is_ok_and(|about| LOCAL.contains(&(about.f_type as u64 & 0xffff_ffff)))
+    rustix::fs::fstatfs(file).is_ok_and(|about| is_local(about.f_type as u64))
+}
+
+fn is_local(kind: u64) -> bool {
+    LOCAL.contains(&(kind & 0xffff_ffff))
 }
 
 /// `f_type` of file systems of this kernel's own, whose change time moves by a change and by nothing else: ext4,

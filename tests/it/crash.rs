@@ -71,6 +71,29 @@ const POINTS: &[(&str, &[u32], Met)] = &[
     ("dead-registration-removed", &[1], Met::CleaningUp),
 ];
 
+/// The command that is killed at a point of a generation's life.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum OnDisk {
+    /// The first `cache` of a name.
+    Made,
+    /// One that replaces a generation.
+    Refreshed,
+    /// `cache-remove`.
+    Removed,
+}
+
+/// The points of generations on disk, which times of them are tried, and how they are met.
+const DISK_POINTS: &[(&str, &[u32], OnDisk)] = &[
+    ("generation-staged", &[1], OnDisk::Made),
+    ("generation-file-finished", &[1, 4], OnDisk::Made),
+    ("generation-manifest-written", &[1], OnDisk::Made),
+    ("generation-renamed", &[1], OnDisk::Made),
+    ("generation-committed", &[1], OnDisk::Refreshed),
+    ("generation-superseded-removed", &[1], OnDisk::Refreshed),
+    ("generation-taken-aside", &[1], OnDisk::Removed),
+    ("generation-half-removed", &[1], OnDisk::Removed),
+];
+
 /// Small enough for several chunks of the model's files.
 const CHUNKS: [&str; 2] = ["--chunk-size", "2097152"];
 
@@ -221,6 +244,43 @@ fn a_kill_at_any_point_leaves_nothing_that_the_next_command_does_not_clean() {
 }
 
 #[test]
+fn a_kill_at_any_point_of_a_generations_life_leaves_nothing_that_the_next_cache_does_not_clean() {
+    if !cfg!(debug_assertions) {
+        return skipped("a release build has no crash points");
+    }
+    let cases = DISK_POINTS
+        .iter()
+        .flat_map(|(point, times, met)| times.iter().map(move |time| (format!("{point}:{time}"), *met)));
+    for (point, met) in cases {
+        let sandbox = Sandbox::new();
+        let (model, root) = (sandbox.model(), sandbox.path("root"));
+        let on_root = ["--cache-root", root.to_str().unwrap()];
+        let cache = [&["cache", model.to_str().unwrap(), "--name", "qwen"], &on_root[..]].concat();
+        if met != OnDisk::Made {
+            sandbox.iloader(&cache).expect(0);
+        }
+        let words = match met {
+            OnDisk::Made => cache.clone(),
+            OnDisk::Refreshed => [&cache[..], &["--refresh"]].concat(),
+            OnDisk::Removed => [&["cache-remove", "qwen"], &on_root[..]].concat(),
+        };
+        let killed = doomed(&sandbox, &words, &point);
+        assert_eq!(killed.signal, Some(9), "{point}: {killed:#?}");
+        // Looking changes nothing.
+        sandbox.iloader(&[&["cache-list"], &on_root[..]].concat()).expect(0);
+        let generation = sandbox.iloader(&cache).expect(0).path();
+        for (index, (path, bytes)) in MODEL.iter().enumerate() {
+            let found = fs::read(generation.join(path)).unwrap();
+            assert!(found == bytes_of(index as u64, *bytes), "{point}: {path}");
+        }
+        sandbox.iloader(&["verify", generation.to_str().unwrap()]).expect(0);
+        let name = generation.file_name().unwrap().to_str().unwrap();
+        assert_eq!(entries(&root), [".iloader", name], "{point}");
+        assert!(!generation.join(".iloader/finished").exists(), "{point}: the journal stays");
+    }
+}
+
+#[test]
 fn every_point_of_the_sources_is_tried() {
     fn points_in(directory: &Path, found: &mut BTreeSet<String>) {
         for entry in fs::read_dir(directory).unwrap() {
@@ -238,6 +298,7 @@ fn every_point_of_the_sources_is_tried() {
     }
     let mut found = BTreeSet::new();
     points_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
-    let tried: BTreeSet<String> = POINTS.iter().map(|row| row.0.to_owned()).collect();
+    let points = POINTS.iter().map(|row| row.0).chain(DISK_POINTS.iter().map(|row| row.0));
+    let tried: BTreeSet<String> = points.map(str::to_owned).collect();
     assert_eq!(found, tried);
 }

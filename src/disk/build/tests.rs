@@ -350,6 +350,39 @@ fn a_cancelled_copy_says_so_and_the_next_one_works() {
     assert_eq!(bed.entries(), ["m@2"]);
 }
 
+/// Gives up when so many files are finished.
+struct Until(u64, Seen);
+
+impl Watch for Until {
+    fn planned(&self, _: u64, _: u64, _: u64) {}
+    fn read(&self, _: u64) {}
+    fn wrote(&self, _: u64) {}
+    fn finished_file(&self) {
+        self.1.finished_file();
+    }
+    fn waiting(&self) {}
+    fn cancelled(&self) -> bool {
+        self.1.files.load(Ordering::Relaxed) >= self.0
+    }
+}
+
+#[test]
+fn what_is_all_read_and_written_can_still_be_cancelled() {
+    let bed = Bed::new(FILES);
+    let all = FILES.len() as u64;
+    let watch = Until(all, Seen::default());
+    let error = bed.build_as(&Disk, &bed.store(), &bed.selection(), &watch).unwrap_err();
+    assert_eq!(error.kind(), Kind::Cancelled, "{error}");
+    assert_eq!(bed.entries(), [".m@1.staging"]);
+    let built = bed.build();
+    assert_eq!(built.reused_bytes, FILES.iter().map(|file| file.1 as u64).sum::<u64>());
+    // With nothing to read: what is linked is given up as well.
+    bed.put("config.json", b"another");
+    let at_once = bed.build_as(&Disk, &bed.store(), &bed.selection(), &Until(0, Seen::default()));
+    assert_eq!(at_once.unwrap_err().kind(), Kind::Cancelled);
+    assert_eq!(bed.entries(), ["m@2"]);
+}
+
 #[test]
 fn a_name_belongs_to_one_source() {
     let bed = Bed::new(&[("a", 10)]);

@@ -1,8 +1,12 @@
 //! What storage does on a bad day: nothing half-made is taken for whole, and the next build works.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+
+use rustix::fs::AtFlags;
 
 use super::*;
 use crate::engine::Engine;
@@ -16,7 +20,9 @@ pub(super) struct Bad {
     pub(super) writes: Arc<Faults>,
     /// Bytes that can be allocated; 0: all.
     pub(super) room: u64,
-    /// Called at the first allocation: something that happens in the middle of a copy.
+    /// The thread that writes panics.
+    pub(super) panics: bool,
+    /// Called at each allocation: something that happens in the middle of a copy.
     pub(super) meanwhile: Option<Box<dyn Fn() + Sync>>,
 }
 
@@ -67,10 +73,11 @@ impl Medium for Bad {
     fn remove_file(&self, path: &Path) -> io::Result<()> {
         Disk.remove_file(path)
     }
-    fn remove_directory(&self, path: &Path) -> io::Result<()> {
-        Disk.remove_directory(path)
+    fn unlink_at(&self, directory: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) -> rustix::io::Result<()> {
+        Disk.unlink_at(directory, name, flags)
     }
     fn start_engine(&self, engine: &Selected) -> Result<Box<dyn Engine>> {
+        assert!(!self.panics, "as the test wants it");
         Ok(Box::new(Faulty::new(engine.start()?, Arc::clone(&self.writes))))
     }
     fn start_reader(&self, engine: &Selected) -> Result<Box<dyn Engine>> {
@@ -172,4 +179,50 @@ fn a_source_that_changes_meanwhile_is_refused() {
     assert!(bed.store().newest(&bed.name).unwrap().is_none());
     bed.build();
     assert_eq!(bed.entries().len(), 1);
+}
+
+#[test]
+fn what_was_copied_of_a_source_that_was_written_to_is_not_taken_over() {
+    let mut bed = Bed::new(&[("model", 6 << 20)]);
+    // One after the other through few buffers: the first is finished long before all is read.
+    bed.workers = 1;
+    (0..40).for_each(|index| bed.put(&format!("part-{index}"), &bytes_of(index, 1 << 20)));
+    let path = bed.source().join("model");
+    // Longer than the clock of a file system takes from one time to the next.
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    let write = move || {
+        let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let before = Identity::of(&file.metadata().unwrap());
+        io::Write::write_all(&mut &file, b"more").unwrap();
+        Disk.set_modified(&file, &before).unwrap();
+    };
+    let disk = Bad { meanwhile: Some(Box::new(write)), ..Bad::default() };
+    let error = bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default()).unwrap_err();
+    assert_eq!(error.kind(), Kind::SourceChanged, "{error}");
+    if let [left] = &bed.entries()[..] {
+        let journal = crate::disk::journal::read(&bed.root().join(left)).unwrap().unwrap();
+        assert!(journal.finished.iter().all(|file| file.path != "model"), "{journal:?}");
+    }
+    bed.build();
+}
+
+#[test]
+fn a_read_that_fails_while_what_was_taken_over_is_checked_leaves_buffers_for_the_copy() {
+    let mut bed = Bed::new(&[("large", 9 << 20), ("other", 9 << 20)]);
+    bed.workers = 1;
+    bed.build();
+    bed.put("added", b"something new");
+    let disk = Bad { reads: at(2, false, libc::EIO), ..Bad::default() };
+    let built = bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default()).unwrap();
+    is_whole(&built.generation, &bed.source());
+    assert!(built.notes.iter().any(|note| note.contains("is copied anew")), "{:?}", built.notes);
+}
+
+#[test]
+fn a_panic_of_the_thread_that_writes_hangs_nobody() {
+    let mut bed = Bed::new(&[("large", 9 << 20)]);
+    bed.workers = 1;
+    let disk = Bad { panics: true, ..Bad::default() };
+    let build = || bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default());
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(build)).is_err());
 }
