@@ -12,7 +12,7 @@ use iloader::budget::{cgroup, meminfo, quota as quota_file};
 use iloader::control::frame::{Decoder, HEADER_BYTES};
 use iloader::control::message::{PROTOCOL, PROTOCOL_OLDEST, Reply, Request};
 use iloader::disk::{format, journal as disk_journal, manifest, sums};
-use iloader::manifest::SelectionRules;
+use iloader::manifest::{Digest, SelectionRules};
 use iloader::registry::{Name, Record, Terms};
 use iloader::source::{Identity, SelectedFile, Selection, advice, select};
 use iloader::units::{ByteSize, parse_seconds};
@@ -224,8 +224,9 @@ pub(crate) fn generation(bytes: &[u8]) {
     }
     assert!(manifest.files.is_sorted_by(|a, b| a.path < b.path), "files stand twice");
     assert!(Selection::of_manifest(&manifest).bytes() == manifest.bytes, "the sizes do not add up");
-    let lines = sums::text(&manifest);
-    assert_eq!(lines.lines().count(), manifest.files.len(), "one line each: {lines:?}");
+    let lines = sums::text(&manifest, Digest([1; 32]));
+    assert_eq!(lines.lines().count(), manifest.files.len() + 1, "one line each: {lines:?}");
+    assert_eq!(sums::of_manifest(lines.as_bytes()), Some(Digest([1; 32])));
     let written = manifest::encode(&manifest).expect("what was read can be written");
     assert_eq!(manifest::parse(&written).expect("what was written can be read"), manifest);
 }

@@ -93,7 +93,7 @@ impl Copying<'_> {
             let manifest = self.manifest(&pieces)?;
             self.link_names(&staging)?;
             let text = manifest::encode(&manifest)?;
-            let sums = sums::text(&manifest);
+            let sums = sums::text(&manifest, manifest::digest(&text));
             let go_on = || check_cancelled(self.watch);
             Ok((staging.commit(&text, (&sums, sums::is_at_top(&manifest)), &go_on)?, copied))
         });

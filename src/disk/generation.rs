@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -17,9 +18,10 @@ use super::format::{Entry, LOCK_FILE, MANIFEST_FILE, OUR_DIRECTORY, State, USED_
 use super::lock;
 use super::manifest::{self, Fault, MANIFEST_BYTES_MAX};
 use super::store::{Store, check_owner};
+use super::sums;
 use super::tree;
 use crate::error::{Error, Kind, Result, shown};
-use crate::manifest::{FileEntry, Manifest};
+use crate::manifest::{Digest, FileEntry, Manifest};
 use crate::registry::Name;
 use crate::registry::dir::failed;
 use crate::source::{Identity, SelectedFile, Selection, select};
@@ -31,6 +33,7 @@ pub struct Generation {
     name: Name,
     number: u64,
     manifest: Manifest,
+    manifest_digest: Digest,
 }
 
 /// Keeps a generation from being removed while it is held: a shared lock.
@@ -138,7 +141,8 @@ impl Generation {
         };
         let owner = fs::fstat(&directory).map_err(failed("look at", &path)).map_err(Unfit::Unreadable)?;
         check_owner(&root, &owner, &path).map_err(Unfit::Unreadable)?;
-        let manifest = read_manifest(ours.as_fd(), &path)?;
+        let (manifest, manifest_digest) = read_manifest(ours.as_fd(), &path)?;
+        check_sum(directory.as_fd(), &path, &manifest, manifest_digest)?;
         if manifest.name != entry.name.as_str() {
             let why = format!(
                 "{} has the manifest of a generation of {}",
@@ -148,7 +152,7 @@ impl Generation {
             let error = Error::new(Kind::Verification, why).hint("a generation keeps its name: move it back");
             return Err(Unfit::Unreadable(error));
         }
-        Ok(Generation { path, name: entry.name.clone(), number: entry.number, manifest })
+        Ok(Generation { path, name: entry.name.clone(), number: entry.number, manifest, manifest_digest })
     }
 
     /// Where it is, absolute and resolved through links.
@@ -178,6 +182,11 @@ impl Generation {
 
     fn own_file(&self, name: &str) -> PathBuf {
         self.path.join(OUR_DIRECTORY).join(name)
+    }
+
+    /// The digest of the manifest's own file.
+    pub fn manifest_digest(&self) -> Digest {
+        self.manifest_digest
     }
 
     /// Takes a lease.
@@ -391,7 +400,7 @@ fn identity_of(stat: &Stat) -> Identity {
 }
 
 /// Reads the manifest in the directory of our own files of the generation `path`.
-fn read_manifest(ours: BorrowedFd<'_>, path: &Path) -> std::result::Result<Manifest, Unfit> {
+fn read_manifest(ours: BorrowedFd<'_>, path: &Path) -> std::result::Result<(Manifest, Digest), Unfit> {
     let unreadable =
         |error: Error| Unfit::Unreadable(error.context(format!("the generation {}", shown(path))));
     let file_path = path.join(OUR_DIRECTORY).join(MANIFEST_FILE);
@@ -416,10 +425,44 @@ fn read_manifest(ours: BorrowedFd<'_>, path: &Path) -> std::result::Result<Manif
     file.take(MANIFEST_BYTES_MAX + 1)
         .read_to_end(&mut bytes)
         .map_err(|cause| unreadable(Error::io("read its manifest", &file_path, &cause)))?;
-    manifest::parse(&bytes).map_err(|fault| match fault {
+    let manifest = manifest::parse(&bytes).map_err(|fault| match fault {
         Fault::Version(error) => Unfit::Version(error.context(format!("the generation {}", shown(path)))),
         Fault::Damaged(error) => unreadable(error),
-    })
+    })?;
+    Ok((manifest, manifest::digest(&bytes)))
+}
+
+/// Refuses a manifest that is not the one that `SHA256SUMS` notes: a bit that fell over in it can still make sense.
+/// That the sums are gone or say nothing of it is for verify to tell.
+fn check_sum(
+    directory: BorrowedFd<'_>,
+    path: &Path,
+    manifest: &Manifest,
+    digest: Digest,
+) -> std::result::Result<(), Unfit> {
+    let place = sums::place(manifest);
+    match last_line(directory, &place).as_deref().and_then(sums::of_manifest) {
+        Some(noted) if noted != digest => {
+            let why = format!(
+                "the generation {}: its manifest has the SHA-256 {digest}, but {place} says {noted}",
+                shown(path)
+            );
+            let error = Error::new(Kind::Verification, why).hint("remove it with 'iloader cache-remove'");
+            Err(Unfit::Unreadable(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The end of a file, long enough for the line of the manifest; `None` where there is no such file.
+fn last_line(directory: BorrowedFd<'_>, place: &str) -> Option<Vec<u8>> {
+    const BYTES_MAX: u64 = 256;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(fs::openat(directory, place, flags, Mode::empty()).ok()?);
+    let bytes = file.metadata().ok().filter(std::fs::Metadata::is_file)?.len();
+    let mut line = vec![0; usize::try_from(bytes.min(BYTES_MAX)).ok()?];
+    file.read_exact_at(&mut line, bytes.saturating_sub(BYTES_MAX)).ok()?;
+    Some(line)
 }
 
 #[cfg(test)]
@@ -430,6 +473,23 @@ mod tests {
 
     const FILES: &[(&str, &[u8])] =
         &[("config.json", b"{}"), ("a/b/one.safetensors", b"one"), ("a/two", b"two two"), ("empty", b"")];
+
+    #[test]
+    fn a_manifest_with_any_bit_changed_is_none() {
+        let root = Root::new();
+        let generation = root.add("m", 1, FILES);
+        let at = generation.path().join(OUR_DIRECTORY).join(MANIFEST_FILE);
+        let whole = std::fs::read(&at).unwrap();
+        for (index, bit) in (0..whole.len()).map(|index| (index, 1 << (index % 8))) {
+            let mut changed = whole.clone();
+            changed[index] ^= bit;
+            std::fs::write(&at, changed).unwrap();
+            let error = Generation::open(generation.path()).expect_err("a changed manifest");
+            assert_eq!(error.kind(), Kind::Verification, "byte {index}: {error}");
+        }
+        std::fs::write(&at, whole).unwrap();
+        Generation::open(generation.path()).unwrap();
+    }
 
     fn refused(path: &Path, kind: Kind, words: &str) {
         let error = Generation::open(path).unwrap_err();
@@ -481,6 +541,8 @@ mod tests {
         let generation = root.add("m", 1, FILES);
         let path = generation.own_file(MANIFEST_FILE);
         let text = std::fs::read_to_string(&path).unwrap();
+        // Whoever forges one can forge the sums, too.
+        std::fs::remove_file(root.path("m@1/SHA256SUMS")).unwrap();
         let with = |from: &str, to: &str| {
             assert!(text.contains(from), "{from}");
             std::fs::write(&path, text.replace(from, to)).unwrap();

@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use jiff::Timestamp;
 use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
 
 use super::format::OUR_DIRECTORY;
 use crate::error::{Error, Kind, Result, shown};
@@ -64,6 +65,11 @@ pub fn parse(bytes: &[u8]) -> std::result::Result<Manifest, Fault> {
         serde_json::from_slice(bytes).map_err(|cause| Fault::Damaged(no_json(&cause)))?;
     check(&manifest).map_err(Fault::Damaged)?;
     Ok(manifest)
+}
+
+/// What `SHA256SUMS` says of a manifest file with these bytes.
+pub fn digest(bytes: &[u8]) -> Digest {
+    Digest(Sha256::digest(bytes).into())
 }
 
 /// The bytes of a manifest file, ending in a line break.

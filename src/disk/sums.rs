@@ -2,11 +2,12 @@
 
 use std::fmt::Write;
 
-use super::format::SUMS_FILE;
-use crate::manifest::Manifest;
+use super::format::{MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE};
+use crate::manifest::{Digest, Manifest};
 
-/// The text for the files of a manifest. `sha256sum -c` reads it in the generation's directory.
-pub fn text(manifest: &Manifest) -> String {
+/// The text for the files of a manifest, and in the last line for the file that the manifest itself stands in, whose
+/// bytes have the digest `of_manifest`. `sha256sum -c` reads it in the generation's directory.
+pub fn text(manifest: &Manifest, of_manifest: Digest) -> String {
     let mut text = String::new();
     for file in &manifest.files {
         let Some(digest) = file.sha256 else { continue };
@@ -20,7 +21,23 @@ pub fn text(manifest: &Manifest) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{before}{digest}  {path}");
     }
+    let _ = writeln!(text, "{of_manifest}  {OUR_DIRECTORY}/{MANIFEST_FILE}");
     text
+}
+
+/// What the last line of a text says of the manifest; `None` where it says nothing of it.
+pub fn of_manifest(text: &[u8]) -> Option<Digest> {
+    let line = text.strip_suffix(b"\n")?.rsplit(|byte| *byte == b'\n').next()?;
+    let (digest, path) = std::str::from_utf8(line).ok()?.split_once("  ")?;
+    digest.parse().ok().filter(|_| path == format!("{OUR_DIRECTORY}/{MANIFEST_FILE}"))
+}
+
+/// Where it stands in a generation.
+pub fn place(manifest: &Manifest) -> String {
+    match is_at_top(manifest) {
+        true => SUMS_FILE.to_owned(),
+        false => format!("{OUR_DIRECTORY}/{SUMS_FILE}"),
+    }
 }
 
 /// Whether our file stands at the top of the generation: not where the source has one of that name there, file or
@@ -56,7 +73,8 @@ mod tests {
             let mut command = Command::new("sha256sum");
             command.args(arguments).current_dir(generation.path()).env("LC_ALL", "C").output()
         };
-        let paths = generation.manifest().files.iter().map(|file| file.path.as_str());
+        let of_manifest = format!("{OUR_DIRECTORY}/{MANIFEST_FILE}");
+        let paths = generation.manifest().files.iter().map(|file| file.path.as_str()).chain([&*of_manifest]);
         let printed = match run(&["--"].into_iter().chain(paths).collect::<Vec<_>>()) {
             Ok(output) => String::from_utf8(output.stdout).unwrap(),
             Err(cause) => return crate::skipped(format!("sha256sum cannot be run: {cause}")),

@@ -73,8 +73,9 @@ impl Root {
         let ours = path.join(OUR_DIRECTORY);
         std::fs::write(ours.join(LOCK_FILE), "").unwrap();
         let at = if sums::is_at_top(&written) { &path } else { &ours };
-        std::fs::write(at.join(SUMS_FILE), sums::text(&written)).unwrap();
-        std::fs::write(ours.join(MANIFEST_FILE), manifest::encode(&written).unwrap()).unwrap();
+        let encoded = manifest::encode(&written).unwrap();
+        std::fs::write(at.join(SUMS_FILE), sums::text(&written, manifest::digest(&encoded))).unwrap();
+        std::fs::write(ours.join(MANIFEST_FILE), encoded).unwrap();
         self.store.generation(&name, number).unwrap()
     }
 

@@ -7,11 +7,11 @@ mod tests;
 
 use std::path::Path;
 
-use super::{Generation, format, sums};
+use super::{Generation, sums};
 use crate::engine::Selected;
 use crate::error::{Error, Kind, Result, reason};
 use crate::load::StartEngine;
-use crate::manifest::{FileEntry, Manifest};
+use crate::manifest::{Digest, FileEntry, Manifest};
 use crate::source::SelectedFile;
 
 /// How closely to look.
@@ -80,20 +80,22 @@ struct Present<'a> {
 /// [`Kind::Cancelled`]; [`Kind::NoRoom`] where memory or descriptors run out; the
 /// generation's directory cannot be read.
 pub fn verify(generation: &Generation, depth: Depth, engine: &Selected, watch: &dyn Watch) -> Result<Report> {
-    verify_at(generation.path(), generation.manifest(), depth, &|| engine.start(), watch)
+    let (manifest, digest) = (generation.manifest(), generation.manifest_digest());
+    verify_at(generation.path(), manifest, digest, depth, &|| engine.start(), watch)
 }
 
-/// The same for a directory and a manifest.
+/// The same for a directory and a manifest, the bytes of whose file have the digest `of_manifest`.
 fn verify_at(
     root: &Path,
     manifest: &Manifest,
+    of_manifest: Digest,
     depth: Depth,
     start_engine: StartEngine<'_>,
     watch: &dyn Watch,
 ) -> Result<Report> {
     let mut report = Report::default();
     names::look_around(root, manifest, watch, &mut report.findings)?;
-    check_sums(root, manifest, &mut report.findings);
+    check_sums(root, manifest, of_manifest, &mut report.findings);
     let present = names::look_at_files(root, manifest, watch, &mut report)?;
     if depth == Depth::Full {
         report.bytes = bytes::check(root, &present, start_engine, watch, &mut report.findings)?;
@@ -110,16 +112,13 @@ fn cancelled() -> Error {
 }
 
 /// Our own file of sums must say what the manifest says: people check with it.
-fn check_sums(root: &Path, manifest: &Manifest, findings: &mut Vec<Finding>) {
+fn check_sums(root: &Path, manifest: &Manifest, of_manifest: Digest, findings: &mut Vec<Finding>) {
     use std::io::Read;
 
     use rustix::fs::{Mode, OFlags};
 
-    let path = match sums::is_at_top(manifest) {
-        true => format::SUMS_FILE.to_owned(),
-        false => format!("{}/{}", format::OUR_DIRECTORY, format::SUMS_FILE),
-    };
-    let expected = sums::text(manifest);
+    let path = sums::place(manifest);
+    let expected = sums::text(manifest, of_manifest);
     // What stands there may be anything: a FIFO is not waited for, and no more is read than is compared.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
     let text = rustix::fs::open(root.join(&path), flags, Mode::empty()).map_err(std::io::Error::from);
