@@ -242,8 +242,8 @@ fn a_panic_of_the_thread_that_writes_hangs_nobody() {
 #[test]
 fn files_that_wait_for_a_slow_disk_are_not_all_open() {
     let bed = Bed::empty();
-    (0..1500).for_each(|index| bed.put(&format!("f{index}"), &bytes_of(index, 100)));
-    let disk = Bad { sync_time: std::time::Duration::from_millis(5), ..Bad::default() };
+    (0..600).for_each(|index| bed.put(&format!("f{index}"), &bytes_of(index, 100)));
+    let disk = Bad { sync_time: std::time::Duration::from_millis(30), ..Bad::default() };
     let built = bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default()).unwrap();
     is_whole(&built.generation, &bed.source());
     let open = disk.open_max.into_inner();
