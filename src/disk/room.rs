@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::writer::FINISHING_MAX;
+use super::writer::FILES_OPEN_MAX;
 use crate::budget::{limits, meminfo};
 use crate::error::{Error, Kind, Result, shown};
 use crate::load;
@@ -61,8 +61,9 @@ pub(super) fn check_disk(root: &Path, name: &Name, bytes: u64, files: u64) -> Re
 /// [`Kind::NoRoom`] where the hard limit is lower.
 pub(super) fn check_descriptors(workers: usize, depth: usize, files: usize) -> Result<()> {
     let under_way = files.min(workers * load::files_under_way(depth));
-    // Of each file that is under way the source, perhaps twice, and the copy; engines and what the process has open.
-    let needed = 3 * under_way + FINISHING_MAX + workers + 64;
+    // Of each file that is read the source, perhaps twice; the copies; engines and what the process has open. Workers
+    // look for a place before they take it, so each may be one too many.
+    let needed = 2 * under_way + files.min(FILES_OPEN_MAX) + 2 * workers + 64;
     limits::raise_descriptors(needed as u64)
 }
 

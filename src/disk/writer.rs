@@ -11,7 +11,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::{Advice, AtFlags, OFlags, StatxFlags};
 
@@ -32,8 +33,15 @@ use crate::units::{PAGE_BYTES, round_up};
 /// Threads that sync files while others are written: as many syncs at once share one commit of a file system's journal.
 const FINISHERS: usize = 8;
 
-/// Files that wait to be finished, each with a descriptor.
-pub(super) const FINISHING_MAX: usize = 64;
+/// Files that wait to be finished.
+const FINISHING_MAX: usize = 64;
+
+/// Files that are open at a time, from their first chunk until they are synced, each with a descriptor: small ones
+/// wait in thousands where syncing them is slower than reading.
+pub(super) const FILES_OPEN_MAX: usize = 256;
+
+/// How long a worker waits for a place before it looks whether to go on at all.
+const WAIT_MAX: Duration = Duration::from_millis(50);
 
 /// Up to so many bytes a file goes through the page cache: one copy is cheaper than a round trip to the device that
 /// the sync makes once more.
@@ -84,6 +92,10 @@ pub(super) struct Writer<'a> {
     full: Mutex<Option<Sender<Full>>>,
     /// Taken when the writing thread has ended: then the finishing threads do.
     finishing: Mutex<Option<SyncSender<usize>>>,
+    /// Files that are open.
+    open: Mutex<usize>,
+    /// One of them was finished.
+    room: Condvar,
     failure: Failure,
 }
 
@@ -135,6 +147,8 @@ pub(super) fn write<T>(setting: &Setting<'_>, load: impl FnOnce(&dyn Sink) -> Re
         targets: setting.chunks.iter().map(target).collect(),
         full: Mutex::new(Some(full)),
         finishing: Mutex::new(Some(finishing)),
+        open: Mutex::new(0),
+        room: Condvar::new(),
         failure: Failure::default(),
     };
     let loaded = std::thread::scope(|scope| {
@@ -290,6 +304,9 @@ impl Writer<'_> {
             // Advice: where it is refused the pages stay until the kernel needs them.
             let _ = rustix::fs::fadvise(&file, 0, None, Advice::DontNeed);
         }
+        drop(file);
+        *lock(&self.open) -= 1;
+        self.room.notify_all();
         (self.setting.finished)(index, digest)
     }
 }
@@ -297,11 +314,17 @@ impl Writer<'_> {
 impl Sink for Writer<'_> {
     fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>> {
         self.check()?;
+        // Only one worker opens the chunks of a file.
+        let is_new = self.target(chunk.target).file.is_none();
+        if is_new && *lock(&self.open) >= FILES_OPEN_MAX {
+            return Ok(None);
+        }
         let Some(window) = self.setting.pool.take(round_up(chunk.bytes, PAGE_BYTES) as usize)? else {
             return Ok(None);
         };
         let mut target = self.target(chunk.target);
-        if target.file.is_none() {
+        if is_new {
+            *lock(&self.open) += 1;
             let (file, is_direct) = self.make(chunk.target)?;
             (target.file, target.is_direct) = (Some(file), is_direct);
         }
@@ -309,7 +332,13 @@ impl Sink for Writer<'_> {
     }
 
     fn wait_for_room(&self) {
-        self.setting.pool.wait();
+        let open = lock(&self.open);
+        if *open < FILES_OPEN_MAX {
+            drop(open);
+            return self.setting.pool.wait();
+        }
+        let is_full = |open: &mut usize| *open >= FILES_OPEN_MAX;
+        drop(self.room.wait_timeout_while(open, WAIT_MAX, is_full));
     }
 
     fn filled(&self, chunk: &Chunk, window: Window, _huge_bytes: u64) -> Result<()> {
@@ -334,6 +363,7 @@ impl Sink for Writer<'_> {
         }
         // An empty file has no chunk that would make and finish it.
         state.file = Some(self.make(target)?.0);
+        *lock(&self.open) += 1;
         drop(state);
         self.hand_to_finishers(target);
         Ok(())

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use rustix::fs::AtFlags;
@@ -20,6 +20,10 @@ pub(super) struct Bad {
     pub(super) writes: Arc<Faults>,
     /// Bytes that can be allocated; 0: all.
     pub(super) room: u64,
+    /// Each sync of a file takes so long.
+    pub(super) sync_time: std::time::Duration,
+    /// Files of the copy that were open at a time, at the most.
+    pub(super) open_max: std::sync::atomic::AtomicUsize,
     /// The thread that writes panics.
     pub(super) panics: bool,
     /// Called at each allocation: something that happens in the middle of a copy.
@@ -55,7 +59,15 @@ impl Medium for Bad {
     fn clone_blocks(&self, from: &File, to: &File) -> io::Result<()> {
         Disk.clone_blocks(from, to)
     }
-    fn sync_file(&self, _file: &File) -> io::Result<()> {
+    fn sync_file(&self, file: &File) -> io::Result<()> {
+        if !self.sync_time.is_zero() {
+            std::thread::sleep(self.sync_time);
+            let copy = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+            let is_beside = |path: PathBuf| path.parent() == copy.parent();
+            let open =
+                fs::read_dir("/proc/self/fd")?.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+            self.open_max.fetch_max(open.filter(|path| is_beside(path.clone())).count(), Ordering::Relaxed);
+        }
         Ok(())
     }
     fn sync_directory(&self, _path: &Path) -> io::Result<()> {
@@ -225,4 +237,15 @@ fn a_panic_of_the_thread_that_writes_hangs_nobody() {
     let disk = Bad { panics: true, ..Bad::default() };
     let build = || bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default());
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(build)).is_err());
+}
+
+#[test]
+fn files_that_wait_for_a_slow_disk_are_not_all_open() {
+    let bed = Bed::empty();
+    (0..600).for_each(|index| bed.put(&format!("f{index}"), &bytes_of(index, 100)));
+    let disk = Bad { sync_time: std::time::Duration::from_millis(30), ..Bad::default() };
+    let built = bed.build_as(&disk, &bed.store(), &bed.selection(), &Seen::default()).unwrap();
+    is_whole(&built.generation, &bed.source());
+    let open = disk.open_max.into_inner();
+    assert!(open > 8 && open <= crate::disk::writer::FILES_OPEN_MAX + bed.workers, "{open} were open");
 }
