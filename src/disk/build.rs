@@ -207,7 +207,8 @@ fn check_owner(generation: &Generation, selection: &Selection, name: &Name) -> R
     ))
 }
 
-/// Removes the journal of the newest generation, the older generations of the name, unless somebody uses them, and what interrupted commands left of it.
+/// Removes the journal of the newest generation, the older generations of the name, unless somebody uses them, and
+/// what interrupted commands left of it.
 fn remove_superseded(
     medium: &dyn Medium,
     store: &Store,
@@ -226,8 +227,12 @@ fn remove_superseded(
         let removed = match entry.state {
             State::Whole if entry.number >= newest.number() => continue,
             State::Whole => remove_whole(store, entry, notes),
-            // We have the lock of who builds: nobody is at work in it.
-            State::Staging => store.remove_tree(medium, &path),
+            // We have the lock of who builds: nobody is at work in it. What only has such a name is not ours.
+            State::Staging => match store.leftover(entry) {
+                Ok(Some(_)) => store.remove_tree(medium, &path),
+                Ok(None) => continue,
+                Err(error) => Err(error),
+            },
             State::Removing => match store.leftover(entry) {
                 Ok(Some(left)) if !left.is_in_use => store.remove_leftover(&left),
                 Ok(_) => continue,

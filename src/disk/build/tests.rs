@@ -483,6 +483,29 @@ fn generations_of_another_name_are_reused_too() {
 }
 
 #[test]
+fn what_only_has_the_name_of_a_leftover_is_left_alone() {
+    let bed = Bed::new(&[("config.json", 700), ("tokenizer.json", 5000)]);
+    let precious = bed.source().with_file_name("precious");
+    fs::create_dir_all(precious.join("below")).unwrap();
+    fs::write(precious.join("below/file"), "mine").unwrap();
+    bed.build();
+    for (name, target) in
+        [(".m@1.staging", "../precious"), (".m@7.staging", "../precious"), (".m@2.removing", "../precious")]
+    {
+        symlink(target, bed.root().join(name)).unwrap();
+    }
+    fs::write(bed.root().join(".m@3.staging"), "a file").unwrap();
+    for round in 0..2 {
+        bed.put("config.json", &bytes_of(9 + round, 700));
+        let built = bed.build();
+        assert!(!built.was_fresh);
+    }
+    assert_eq!(fs::read_to_string(precious.join("below/file")).unwrap(), "mine");
+    let kept = bed.entries().into_iter().filter(|name| name.starts_with('.')).collect::<Vec<_>>();
+    assert_eq!(kept, [".m@1.staging", ".m@2.removing", ".m@3.staging", ".m@7.staging"]);
+}
+
+#[test]
 fn sums_are_as_sha256sum_reads_them() {
     let bed = Bed::new(FILES);
     let built = bed.build();
