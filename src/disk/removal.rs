@@ -185,9 +185,14 @@ impl Store {
         let staging = Entry::whole(lock.name(), number).in_state(State::Staging);
         let aside = staging.in_state(State::Removing);
         let root = self.open_root()?;
-        if fs::lstat(self.path_of(&staging)).is_err() {
-            return Ok(());
-        }
+        let path = self.path_of(&staging);
+        let directory = match tree::open_inside(&root, OsStr::new(&staging.to_string())) {
+            Ok(directory) => directory,
+            Err(Errno::NOENT) => return Ok(()),
+            Err(errno) => return Err(failed("open", &path)(errno)),
+        };
+        // What cannot all be removed, because something is mounted in it, is not begun with.
+        tree::walk(directory, &path)?;
         // Half of it would else be taken for what an interrupted copy had finished.
         self.move_aside(&root, &staging, &aside)?;
         self.delete(&root, &aside)

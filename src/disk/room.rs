@@ -77,7 +77,10 @@ pub(super) fn buffers(workers: usize, chunk_bytes: u64, longest: u64) -> Result<
     let available = meminfo::available()?.unpromised_bytes().saturating_sub(RESERVE_BYTES);
     let wanted = round_up(chunk_bytes.clamp(1, longest.max(1)), HUGE_PAGE_BYTES);
     match fitting(workers, wanted, available) {
-        Some((workers, chunk_bytes)) => Ok((Pool::new(workers, chunk_bytes), workers, chunk_bytes)),
+        Some((workers, chunk_bytes)) => {
+            limits::check_memory(pool_bytes(workers, chunk_bytes), 0)?;
+            Ok((Pool::new(workers, chunk_bytes), workers, chunk_bytes))
+        }
         None => {
             let least = pool_bytes(1, HUGE_PAGE_BYTES);
             let message = format!(
