@@ -25,6 +25,9 @@ pub const FINISHED_FILE: &str = "finished";
 /// file of that name at its top.
 pub const SUMS_FILE: &str = "SHA256SUMS";
 
+/// The highest number of a generation. Every program can read it as a number of JSON.
+pub const NUMBER_MAX: u64 = 1 << 53;
+
 /// Between the name and the number of a generation. No name holds it.
 const BETWEEN: char = '@';
 
@@ -96,10 +99,10 @@ pub fn name_lock(name: &Name) -> String {
     format!("{name}.lock")
 }
 
-/// A number from 1 on, in the one way that it is printed.
+/// A number from 1 to [`NUMBER_MAX`], in the one way that it is printed.
 pub(super) fn parse_number(text: &str) -> Option<u64> {
     let is_plain = text.bytes().all(|digit| digit.is_ascii_digit()) && !text.starts_with('0');
-    is_plain.then(|| text.parse().ok()).flatten()
+    is_plain.then(|| text.parse().ok()).flatten().filter(|number| *number <= NUMBER_MAX)
 }
 
 #[cfg(test)]
@@ -128,6 +131,8 @@ mod tests {
             "m@+1",
             "m@-1",
             "m@1 ",
+            "m@9007199254740993",
+            "m@18446744073709551615",
             "m@18446744073709551616",
             "m@@1",
             "a..b@1",
@@ -147,7 +152,7 @@ mod tests {
         #[test]
         fn what_is_printed_is_read_back(
             name in "[a-zA-Z0-9][-a-zA-Z0-9_]{0,60}(\\.[-a-zA-Z0-9_]{1,10}){0,3}",
-            number in 1..=u64::MAX,
+            number in 1..=NUMBER_MAX,
             state in prop::sample::select(vec![State::Whole, State::Staging, State::Removing]),
         ) {
             let entry = Entry { name: name.parse().unwrap(), number, state };

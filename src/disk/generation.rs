@@ -20,6 +20,7 @@ use super::manifest::{self, Fault, MANIFEST_BYTES_MAX};
 use super::store::{Store, check_owner};
 use super::sums;
 use super::tree;
+use super::verify;
 use crate::error::{Error, Kind, Result, shown};
 use crate::manifest::{Digest, FileEntry, Manifest};
 use crate::registry::Name;
@@ -142,6 +143,12 @@ impl Generation {
         let owner = fs::fstat(&directory).map_err(failed("look at", &path)).map_err(Unfit::Unreadable)?;
         check_owner(&root, &owner, &path).map_err(Unfit::Unreadable)?;
         let (manifest, manifest_digest) = read_manifest(ours.as_fd(), &path)?;
+        let lock_path = path.join(OUR_DIRECTORY).join(LOCK_FILE);
+        if lock::is_strange(&lock_path) {
+            let why = format!("the generation {}: its lock file is no regular file", shown(&path));
+            let error = Error::new(Kind::Verification, why).hint("remove it with 'iloader cache-remove'");
+            return Err(Unfit::Unreadable(error));
+        }
         check_sum(directory.as_fd(), &path, &manifest, manifest_digest)?;
         if manifest.name != entry.name.as_str() {
             let why = format!(
@@ -237,7 +244,8 @@ impl Generation {
     ///
     /// # Errors
     ///
-    /// [`Kind::Verification`] where a file is missing, of another size or modification time.
+    /// [`Kind::Verification`] where a file is missing, of another size or modification time, and where a link to a
+    /// directory is missing or leads elsewhere.
     pub fn selection(&self, passthrough: &[String]) -> Result<Selection> {
         let paths = self.manifest.files.iter().map(|file| file.path.as_str());
         let passed = select::passed_through(passthrough, paths)?;
@@ -270,6 +278,7 @@ impl Generation {
                 passthrough,
             });
         }
+        self.check_links()?;
         let mut rules = self.manifest.selection.clone();
         rules.passthrough = passthrough.to_vec();
         Ok(Selection {
@@ -280,6 +289,23 @@ impl Generation {
             excluded: Vec::new(),
             warnings: Vec::new(),
         })
+    }
+
+    /// Each link to a directory must lead where the manifest says.
+    fn check_links(&self) -> Result<()> {
+        for link in &self.manifest.directory_links {
+            let at = self.path.join(&link.path);
+            let found = std::fs::symlink_metadata(&at).map_err(|cause| match cause.kind() {
+                std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory => {
+                    self.damaged(&link.path, "it is missing")
+                }
+                _ => Error::io("look at", &at, &cause),
+            })?;
+            if let Some(finding) = verify::look_at_link(&link.path, found.file_type(), &at, &link.target) {
+                return Err(self.damaged(&link.path, &finding.detail));
+            }
+        }
+        Ok(())
     }
 
     /// The identity of a file of it, which must be what the manifest says.
@@ -690,6 +716,55 @@ mod tests {
         generation.mark_used();
         set(SystemTime::UNIX_EPOCH);
         assert_eq!(generation.last_used().to_string(), generation.manifest().created);
+    }
+
+    #[test]
+    fn a_link_to_a_directory_must_lead_where_the_manifest_says() {
+        let root = Root::new();
+        let generation = root.add_linked("m", 1, &[("v1/f", b"1"), ("v2/f", b"2")], &[("latest", "v1")]);
+        generation.selection(&[]).unwrap();
+        let link = generation.path().join("latest");
+        let wrong = |expected: &str| {
+            let error = generation.selection(&[]).unwrap_err();
+            assert_eq!(error.kind(), Kind::Verification);
+            assert!(error.message().contains(expected), "{error}");
+            assert!(error.hint_text().unwrap().contains("iloader verify"));
+        };
+        std::fs::remove_file(&link).unwrap();
+        wrong("it is missing");
+        for target in ["/etc", "v2", "../m@1/v1"] {
+            std::os::unix::fs::symlink(target, &link).unwrap();
+            wrong(&format!("leads to {target}"));
+            std::fs::remove_file(&link).unwrap();
+        }
+        std::fs::create_dir(&link).unwrap();
+        wrong("stands where a link");
+    }
+
+    #[test]
+    fn a_lock_that_is_no_file_is_damage_and_hinders_no_removal() {
+        let root = Root::new();
+        type Make = fn(&Path);
+        let makes: [Make; 3] = [
+            |at| std::os::unix::fs::symlink("/etc/passwd", at).unwrap(),
+            |at| fs::mknodat(CWD, at, FileType::Fifo, Mode::RUSR, 0).unwrap(),
+            |at| std::fs::create_dir(at).unwrap(),
+        ];
+        for make in makes {
+            let generation = root.add("m", 1, &[("f", b"1")]);
+            let lock = generation.own_file(LOCK_FILE);
+            std::fs::remove_file(&lock).unwrap();
+            make(&lock);
+            assert!(root.store.newest(generation.name()).unwrap().is_none());
+            let error = Generation::open(generation.path()).unwrap_err();
+            assert_eq!(error.kind(), Kind::Verification);
+            let listing = root.store.list().unwrap();
+            let error = &listing.unreadable[0].error;
+            assert!(error.message().contains("its lock file is no regular file"), "{error}");
+            assert!(error.hint_text().unwrap().contains("cache-remove"));
+            root.store.remove_unreadable(&listing.unreadable[0]).unwrap();
+            assert!(!generation.path().exists());
+        }
     }
 
     #[test]

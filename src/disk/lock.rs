@@ -15,7 +15,7 @@ use std::time::Duration;
 use rustix::fs::{self, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::format::parse_number;
+use super::format::{NUMBER_MAX, parse_number};
 use crate::error::{Error, Kind, Result, shown};
 use crate::registry::Name;
 use crate::registry::dir::{Inode, failed};
@@ -29,20 +29,30 @@ const ATTEMPT_PAUSE: Duration = Duration::from_millis(1);
 /// How often a lock is tried that is waited for.
 const WAITING_PAUSE: Duration = Duration::from_millis(50);
 
+/// Whether something else than a lock file stands at `path`: a link, FIFO or directory. Nobody can hold that.
+pub(super) fn is_strange(path: &Path) -> bool {
+    fs::lstat(path).is_ok_and(|found| FileType::from_raw_mode(found.st_mode) != FileType::RegularFile)
+}
+
 /// Opens a lock file; `None` where there is none.
 fn open(path: &Path) -> Result<Option<OwnedFd>> {
     // NONBLOCK: a FIFO that somebody put there must not hold us up.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let file = match fs::open(path, flags, Mode::empty()) {
         Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
+        Err(Errno::LOOP | Errno::NXIO) => return Err(strange(path)),
         opened => opened.map_err(failed("open the lock file", path))?,
     };
     let found = fs::fstat(&file).map_err(failed("look at", path))?;
     if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
-        let why = format!("the lock file {} is no regular file", shown(path));
-        return Err(Error::new(Kind::Failed, why).hint("remove it if you know where it comes from"));
+        return Err(strange(path));
     }
     Ok(Some(file))
+}
+
+fn strange(path: &Path) -> Error {
+    let why = format!("the lock file {} is no regular file", shown(path));
+    Error::new(Kind::Failed, why).hint("remove it if you know where it comes from")
 }
 
 fn try_lock(file: &OwnedFd, how: FlockOperation, path: &Path) -> Result<bool> {
@@ -91,9 +101,12 @@ pub(super) fn shared(path: &Path, make: impl Fn() -> Result<()>) -> Result<Optio
 }
 
 /// Takes the lock `path` exclusively; `None` where somebody holds it, shared or not, or the path leads elsewhere
-/// by now. Where there is no file, there is nothing that anybody could hold: `Ok(Some(None))`.
+/// by now. Where there is no file, or no regular one, there is nothing that anybody could hold: `Ok(Some(None))`.
 pub(super) fn exclusive(path: &Path) -> Result<Option<Option<OwnedFd>>> {
     for attempt in 0..ATTEMPTS {
+        if is_strange(path) {
+            return Ok(Some(None));
+        }
         let Some(file) = open(path)? else { return Ok(Some(None)) };
         if try_lock(&file, FlockOperation::NonBlockingLockExclusive, path)? && still_names(path, &file)? {
             return Ok(Some(Some(file)));
@@ -108,6 +121,9 @@ pub(super) fn exclusive(path: &Path) -> Result<Option<Option<OwnedFd>>> {
 /// Whether somebody holds the lock, shared or exclusively.
 pub(super) fn is_held(path: &Path) -> Result<bool> {
     for _ in 0..ATTEMPTS {
+        if is_strange(path) {
+            return Ok(false);
+        }
         let Some(file) = open(path)? else { return Ok(false) };
         if try_lock(&file, FlockOperation::NonBlockingLockExclusive, path)? {
             return Ok(false);
@@ -203,6 +219,10 @@ impl NameLock {
 
     /// Notes on disk that `number` was given.
     pub(super) fn note_number(&self, number: u64) -> Result<()> {
+        if number > NUMBER_MAX {
+            let why = format!("there is no number left for a generation of {}", self.name);
+            return Err(Error::new(Kind::Failed, why).hint("choose another --cache-name"));
+        }
         if self.last_number()? >= number {
             return Ok(());
         }
@@ -217,8 +237,11 @@ impl NameLock {
             }
         })?;
         let mut file = std::fs::File::from(file);
-        // A number never has fewer digits than the one before, so that writing over it leaves nothing of that.
-        file.write_all(format!("{number}\n").as_bytes())
+        let text = format!("{number}\n");
+        // A number never has fewer digits than the one before, so that writing over it leaves nothing of that; what
+        // no number was is cut off.
+        file.write_all(text.as_bytes())
+            .and_then(|()| file.set_len(text.len() as u64))
             .and_then(|()| file.sync_data())
             .map_err(|cause| Error::io("note a generation's number in", &self.path, &cause))
     }

@@ -1,11 +1,13 @@
 //! The root that generations stand under: looking up, listing, removing.
 
+use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, Mode, OFlags, Stat};
+use rustix::fs::{self, AtFlags, Mode, OFlags, Stat};
+use rustix::io::Errno;
 
-use super::format::{Entry, State};
+use super::format::{Entry, OUR_DIRECTORY, State};
 use super::generation::Unfit;
 use super::{Generation, tree};
 use crate::error::{Error, Kind, Result, shown};
@@ -65,10 +67,20 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`Kind::NotFound`] where there is none.
+    /// [`Kind::NotFound`] where there is none, [`Kind::Usage`] where it is no directory.
     pub fn open(root: &Path) -> Result<Store> {
         let doing = "open the directory of generations";
-        let real = std::fs::canonicalize(root).map_err(|cause| Error::io(doing, root, &cause))?;
+        let no_directory = || {
+            Error::new(Kind::Usage, format!("cannot {doing}: {} is no directory", shown(root)))
+                .hint("give the directory that holds the generations")
+        };
+        let real = std::fs::canonicalize(root).map_err(|cause| match cause.kind() {
+            std::io::ErrorKind::NotADirectory => no_directory(),
+            _ => Error::io(doing, root, &cause),
+        })?;
+        if std::fs::metadata(&real).is_ok_and(|found| !found.is_dir()) {
+            return Err(no_directory());
+        }
         let mut store = Store { root: real, is_private: false };
         let found = fs::fstat(store.open_root()?).map_err(failed("look at", &store.root))?;
         store.is_private = !Mode::from_raw_mode(found.st_mode).intersects(Mode::RWXG | Mode::RWXO);
@@ -121,8 +133,27 @@ impl Store {
             .map_err(failed("open the directory of generations", &self.root))
     }
 
-    /// Everything of ours at the top of the root, sorted.
+    /// Everything of ours at the top of the root, sorted. What only is called so is left out: a file or link, a
+    /// directory without [`OUR_DIRECTORY`] or of somebody who is not trusted.
     pub(super) fn entries(&self) -> Result<Vec<Entry>> {
+        let root = self.open_root()?;
+        let mut entries = self.named_like_ours()?;
+        entries.retain(|entry| self.is_ours(&root, entry));
+        Ok(entries)
+    }
+
+    fn is_ours(&self, root: &OwnedFd, entry: &Entry) -> bool {
+        let Ok(directory) = tree::open_inside(root, OsStr::new(&entry.to_string())) else { return false };
+        let is_trusted =
+            fs::fstat(&directory).is_ok_and(|found| check_owner(root, &found, &self.path_of(entry)).is_ok());
+        // What is built or removed may have it not yet, or no more.
+        let has_own =
+            || !matches!(fs::statat(&directory, OUR_DIRECTORY, AtFlags::SYMLINK_NOFOLLOW), Err(Errno::NOENT));
+        is_trusted && (entry.state != State::Whole || has_own())
+    }
+
+    /// Everything at the top of the root that has a name of ours, sorted.
+    fn named_like_ours(&self) -> Result<Vec<Entry>> {
         let names = tree::names(self.open_root()?).map_err(failed("read the directory", &self.root))?;
         let mut entries: Vec<Entry> = names.iter().filter_map(|name| Entry::parse(name.to_str()?)).collect();
         entries.sort();
@@ -136,7 +167,7 @@ impl Store {
     /// Where the root cannot be read.
     pub fn list(&self) -> Result<Listing> {
         let mut listing = Listing::default();
-        for entry in self.entries()? {
+        for entry in self.named_like_ours()? {
             if entry.state != State::Whole {
                 listing.leftovers.extend(self.leftover(&entry)?);
                 continue;
@@ -164,7 +195,7 @@ impl Store {
     ///
     /// [`Kind::Verification`] where a newer program made a newer one: an older one is not what is meant then.
     pub fn newest(&self, name: &Name) -> Result<Option<Generation>> {
-        for entry in self.entries()?.into_iter().rev() {
+        for entry in self.named_like_ours()?.into_iter().rev() {
             if entry.state != State::Whole || entry.name != *name {
                 continue;
             }
@@ -175,6 +206,16 @@ impl Store {
             }
         }
         Ok(None)
+    }
+
+    /// The newest of a name that cannot be read: what is said where there is no whole one.
+    ///
+    /// # Errors
+    ///
+    /// Where the root cannot be read.
+    pub fn damaged(&self, name: &Name) -> Result<Option<Unreadable>> {
+        let listing = self.list()?;
+        Ok(listing.unreadable.into_iter().rfind(|one| one.name == *name))
     }
 
     /// The generation of that name and number.
@@ -211,7 +252,7 @@ pub(super) fn check_owner(root: &OwnedFd, found: &Stat, path: &Path) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::format::OUR_DIRECTORY;
+    use crate::disk::format::NUMBER_MAX;
     use crate::disk::testing::Root;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
@@ -221,7 +262,11 @@ mod tests {
         let missing = home.path().join("missing");
         assert_eq!(Store::open(&missing).unwrap_err().kind(), Kind::NotFound);
         std::fs::write(home.path().join("file"), "").unwrap();
-        assert!(Store::open(&home.path().join("file")).is_err());
+        for file in ["file", "file/x"] {
+            let error = Store::open(&home.path().join(file)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Usage);
+            assert!(error.message().contains("is no directory"), "{error}");
+        }
         assert!(Store::create(&home.path().join("file/x"), false).is_err());
 
         let private = Store::create(&home.path().join("a/private"), true).unwrap();
@@ -311,6 +356,13 @@ mod tests {
         let lock = root.store.try_lock_name(&name).unwrap().unwrap();
         assert_eq!(root.store.next_number(&lock).unwrap(), 31);
         std::fs::write(root.path(".iloader/m.lock"), format!("{}\n", u64::MAX)).unwrap();
+        // What is not ours does not count.
+        std::fs::create_dir(root.path(&format!("m@{NUMBER_MAX}"))).unwrap();
+        std::fs::create_dir(root.path(&format!("m@{}", u64::MAX))).unwrap();
+        std::fs::write(root.path(&format!("m@{}", NUMBER_MAX - 1)), "").unwrap();
+        assert_eq!(root.store.next_number(&lock).unwrap(), 31);
+        assert_eq!(root.store.next_number(&lock).unwrap(), 32);
+        std::fs::write(root.path(".iloader/m.lock"), format!("{NUMBER_MAX}\n")).unwrap();
         assert!(root.store.next_number(&lock).unwrap_err().message().contains("no number left"));
     }
 

@@ -5,6 +5,8 @@ mod names;
 #[cfg(test)]
 mod tests;
 
+pub(super) use names::look_at_link;
+
 use std::path::Path;
 
 use super::{Generation, sums};

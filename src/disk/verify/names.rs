@@ -169,7 +169,12 @@ impl Known<'_> {
     }
 }
 
-fn look_at_link(path: &str, file_type: FileType, at: &Path, target: &str) -> Option<Finding> {
+pub(in crate::disk) fn look_at_link(
+    path: &str,
+    file_type: FileType,
+    at: &Path,
+    target: &str,
+) -> Option<Finding> {
     if !file_type.is_symlink() {
         let detail = format!("{} stands where a link to {} should be", in_words(file_type), shown(target));
         return Some(Finding::new(path, "bad", detail));
