@@ -24,7 +24,7 @@ pub(super) fn collect(args: &GcArgs) -> Result<()> {
     let mut before = 0;
     if let Some(store) = root.open()? {
         listing = store.list()?;
-        held = held_of(&listing)?;
+        held = held_of(&listing);
         before = taken(&held);
         gone = sweep.leftovers(&store, &listing.leftovers);
         sweep.superseded(&store, &mut held);
@@ -60,7 +60,7 @@ struct Left<'a> {
     error: Option<Error>,
 }
 
-fn held_of(listing: &Listing) -> Result<Vec<Held<'_>>> {
+fn held_of(listing: &Listing) -> Vec<Held<'_>> {
     let mut held = Vec::new();
     for generation in &listing.generations {
         match generation.inodes() {
@@ -69,10 +69,14 @@ fn held_of(listing: &Listing) -> Result<Vec<Held<'_>>> {
             }
             // Removed since it was listed.
             Err(error) if error.kind() == Kind::NotFound => {}
-            Err(error) => return Err(error),
+            // Nobody can tell what it holds: it stays, and the others are looked at.
+            Err(error) => {
+                let fate = Fate::Kept(error.message().to_owned());
+                held.push(Held { generation, inodes: Vec::new(), idle: generation.idle(), fate });
+            }
         }
     }
-    Ok(held)
+    held
 }
 
 /// What each generation takes: a file that several have counts for the one that was used last, because removing
@@ -122,7 +126,7 @@ impl Sweep {
             let number = newest.entry(one.generation.name().to_string()).or_default();
             *number = one.generation.number().max(*number);
         }
-        for one in held.iter_mut() {
+        for one in held.iter_mut().filter(|one| matches!(one.fate, Fate::Open)) {
             let number = newest.get(one.generation.name().as_str()).copied().unwrap_or_default();
             if number > one.generation.number() {
                 let reason = format!("{}@{number} is newer", one.generation.name());
