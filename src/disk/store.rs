@@ -14,6 +14,9 @@ use crate::error::{Error, Kind, Result, shown};
 use crate::registry::Name;
 use crate::registry::dir::{self, failed};
 
+/// The highest number of what is not ours that a new generation's is above.
+const FOREIGN_NUMBER_MAX: u64 = 1 << 32;
+
 /// A directory of generations.
 #[derive(Clone, Debug)]
 pub struct Store {
@@ -133,12 +136,13 @@ impl Store {
             .map_err(failed("open the directory of generations", &self.root))
     }
 
-    /// Everything of ours at the top of the root, sorted. What only is called so is left out: a file or link, a
-    /// directory without [`OUR_DIRECTORY`] or of somebody who is not trusted.
+    /// Everything at the top of the root that has a name of ours, sorted: those names are taken. What only is called
+    /// so (a file or link, a directory without [`OUR_DIRECTORY`] or of somebody who is not trusted) is left out where
+    /// its number would use up those that there are.
     pub(super) fn entries(&self) -> Result<Vec<Entry>> {
         let root = self.open_root()?;
         let mut entries = self.named_like_ours()?;
-        entries.retain(|entry| self.is_ours(&root, entry));
+        entries.retain(|entry| entry.number <= FOREIGN_NUMBER_MAX || self.is_ours(&root, entry));
         Ok(entries)
     }
 

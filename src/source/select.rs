@@ -14,12 +14,14 @@ use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat};
 
 use super::pattern::{Globs, Inclusions, flag_leaving_out};
 use super::{DirectoryLink, Excluded, Identity, SelectedFile, Selection, advice};
+use crate::disk::format::{MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE};
+use crate::disk::manifest::MANIFEST_BYTES_MAX;
 use crate::error::{Error, Kind, Result, shown};
-use crate::manifest::SelectionRules;
+use crate::manifest::{Manifest, SelectionRules};
 
 /// What is left out unless `--exclude` replaces the list: bookkeeping of version control, download
 /// tools, editors and engines, and what is half written.
@@ -151,6 +153,26 @@ fn select_within(root: &Path, rules: &SelectionRules, limits: Limits) -> Result<
     Ok(selection)
 }
 
+/// What is never a part of the model in a generation that is loaded from as a directory: our own directory, and our
+/// sums, unless the source itself has something of that name.
+fn own_files(root: &Path) -> Vec<&'static str> {
+    let path = root.join(OUR_DIRECTORY).join(MANIFEST_FILE);
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let Ok(file) = rustix::fs::open(&path, flags, Mode::empty()) else { return Vec::new() };
+    let file = fs::File::from(file);
+    if !file.metadata().is_ok_and(|found| found.is_file() && found.len() <= MANIFEST_BYTES_MAX) {
+        return Vec::new();
+    }
+    let manifest: Option<Manifest> = serde_json::from_reader(io::BufReader::new(file)).ok();
+    let is_of_the_source = manifest.is_some_and(|manifest| {
+        let mut files = manifest.files.iter().map(|file| &file.path);
+        let mut links = manifest.directory_links.iter().map(|link| &link.path);
+        let is_it = |path: &String| path.split('/').next() == Some(SUMS_FILE);
+        files.any(is_it) || links.any(is_it)
+    });
+    if is_of_the_source { vec![OUR_DIRECTORY] } else { vec![OUR_DIRECTORY, SUMS_FILE] }
+}
+
 /// The directory itself, absolute and without links.
 fn resolve_root(root: &Path) -> Result<PathBuf> {
     let real = fs::canonicalize(root).map_err(|cause| Error::io("open the model directory", root, &cause))?;
@@ -236,6 +258,8 @@ struct Walk<'a> {
     excluded: Vec<Excluded>,
     /// Sockets, pipes and devices, each with what it is.
     strange: Vec<(PathBuf, &'static str)>,
+    /// What of the root is our own, where it is a generation.
+    own: Vec<&'static str>,
     entries: usize,
     /// Directories that links point into, resolved: a snapshot's links all point into one.
     resolved: HashMap<PathBuf, PathBuf>,
@@ -264,6 +288,7 @@ impl<'a> Walk<'a> {
             links: Vec::new(),
             excluded: Vec::new(),
             strange: Vec::new(),
+            own: own_files(root),
             entries: 0,
             resolved: HashMap::new(),
         }
@@ -297,6 +322,9 @@ impl<'a> Walk<'a> {
     fn entry(&mut self, levels: &[Level], entry: &DirEntry) -> Result<Option<Below>> {
         let Level { place, real, .. } = levels.last().expect("an entry is one of a directory");
         let path = place.path.join(entry.file_name());
+        if self.own.iter().any(|own| path == Path::new(own)) {
+            return Ok(None);
+        }
         let kind = entry.file_type().map_err(|cause| Error::io("look at", &self.root.join(&path), &cause))?;
         if kind.is_symlink() {
             return self.link(levels, path, &real.join(entry.file_name()));
@@ -668,6 +696,25 @@ mod tests {
     use std::os::unix::ffi::OsStringExt;
     use std::os::unix::fs::{PermissionsExt, symlink};
     use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn what_is_our_own_in_a_generation_is_never_selected() {
+        let root = crate::disk::testing::Root::new();
+        let selected = |files: &[(&str, &[u8])], number, rules: &SelectionRules| {
+            let generation = root.add("m", number, files);
+            let selection = select(generation.path(), rules).unwrap();
+            selection.files.into_iter().map(|file| file.path).collect::<Vec<_>>()
+        };
+        let all = SelectionRules { exclude: Some(Vec::new()), ..SelectionRules::default() };
+        for (number, rules) in [(1, &SelectionRules::default()), (2, &all)] {
+            let files: &[(&str, &[u8])] = &[("a", b"1"), ("d/SHA256SUMS", b"2"), ("d/.iloader/x", b"3")];
+            assert_eq!(selected(files, number, rules), ["a", "d/.iloader/x", "d/SHA256SUMS"]);
+        }
+        assert_eq!(selected(&[("SHA256SUMS", b"1"), ("a", b"1")], 3, &all), ["SHA256SUMS", "a"]);
+        // No generation: nothing of ours.
+        let tree = Tree::new(&["SHA256SUMS", "a", ".iloader/x"]);
+        assert_eq!(select(tree.root(), &all).unwrap().files.len(), 3);
+    }
 
     /// A directory to select from, removed with everything in it.
     struct Tree {

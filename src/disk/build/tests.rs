@@ -405,7 +405,7 @@ fn places_inside_each_other_and_names_of_ours_are_refused() {
     let error = bed.build_as(&Disk, &inside, &bed.selection(), &Seen::default()).unwrap_err();
     assert_eq!(error.kind(), Kind::Usage);
     assert!(error.message().contains("is in the model directory"), "{error}");
-    let bed = Bed::new(&[(".iloader/manifest.json", 10)]);
+    let bed = Bed::new(&[(".iloader/other.json", 10)]);
     let error = bed.try_build().unwrap_err();
     assert_eq!(error.kind(), Kind::Usage);
     assert!(error.hint_text().is_some_and(|hint| hint.contains("--also-exclude")), "{error:?}");
