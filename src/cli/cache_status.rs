@@ -51,8 +51,8 @@ pub(crate) struct CacheStatusArgs {
 enum State {
     Fresh,
     Stale(Vec<String>),
-    /// There is none.
-    Missing,
+    /// There is none, or none that can be used, because of this.
+    Missing(Option<Error>),
     /// The source cannot be looked at.
     Unreachable(Error),
 }
@@ -62,12 +62,14 @@ pub(crate) fn cache_status(args: &CacheStatusArgs) -> Result<u8> {
     let root = Root::find(&args.root)?;
     let source = Source::look(&args.model_dir, &args.files.rules())?;
     let name = root::name_of(args.name.as_ref(), &source.model);
-    let generation = match root.open()? {
-        Some(store) => store.newest(&name)?,
-        None => None,
+    let store = root.open()?;
+    let generation = store.as_ref().map(|store| store.newest(&name)).transpose()?.flatten();
+    let damaged = match (&store, &generation) {
+        (Some(store), None) => store.damaged(&name)?.map(|one| one.error),
+        _ => None,
     };
     let state = match (&generation, source.selection) {
-        (None, Ok(_)) => State::Missing,
+        (None, Ok(_)) => State::Missing(damaged),
         // Nothing is known of either.
         (None, Err(error)) => return Err(error),
         (Some(_), Err(error)) => State::Unreachable(error),
@@ -90,6 +92,10 @@ pub(crate) fn cache_status(args: &CacheStatusArgs) -> Result<u8> {
                 )),
                 None => error,
             })
+        }
+        State::Missing(Some(error)) => {
+            let none = format!("there is no generation of '{name}' that can be used");
+            Err(error.with_kind(Kind::NotFound).context(none))
         }
         state => Ok(state.exit_code()),
     }
@@ -132,7 +138,7 @@ impl State {
         match self {
             State::Fresh => "fresh",
             State::Stale(_) => "stale",
-            State::Missing => "missing",
+            State::Missing(_) => "missing",
             State::Unreachable(_) => "unknown",
         }
     }
@@ -141,7 +147,7 @@ impl State {
         match self {
             State::Fresh => 0,
             State::Stale(_) => Kind::Stale.exit_code(),
-            State::Missing => Kind::NotFound.exit_code(),
+            State::Missing(_) => Kind::NotFound.exit_code(),
             State::Unreachable(_) => Kind::Failed.exit_code(),
         }
     }
@@ -156,7 +162,10 @@ fn print(
 ) -> Result<()> {
     let changes: &[String] = if let State::Stale(changes) = state { changes } else { &[] };
     if args.json {
-        let error = if let State::Unreachable(error) = state { Some(Failure::from(error)) } else { None };
+        let error = match state {
+            State::Unreachable(error) | State::Missing(Some(error)) => Some(Failure::from(error)),
+            _ => None,
+        };
         return output::print_json(&json::CacheStatusAnswer {
             name: name.as_str(),
             state: state.word(),

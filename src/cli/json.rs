@@ -213,7 +213,7 @@ pub(super) struct CacheStatusAnswer<'a> {
     /// The newest one; null where there is none.
     pub(super) generation: Option<Generation<'a>>,
     pub(super) source_changes: &'a [String],
-    /// Why the source cannot be looked at.
+    /// Why the source cannot be looked at, or what is there of that name cannot be used.
     pub(super) error: Option<Failure>,
 }
 

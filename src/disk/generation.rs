@@ -107,11 +107,15 @@ impl Generation {
             }
             return Ok(Generation::open_in(&store, &entry)?);
         }
-        let newest = match name.parse::<Name>() {
-            Ok(name) => store.newest(&name)?,
-            Err(_) => None,
-        };
-        newest.ok_or_else(|| match real.exists() {
+        if let Ok(name) = name.parse::<Name>() {
+            if let Some(newest) = store.newest(&name)? {
+                return Ok(newest);
+            }
+            if let Some(damaged) = store.damaged(&name)? {
+                return Err(damaged.error);
+            }
+        }
+        Err(match real.exists() {
             true => none(format!("{} is no generation: those are called NAME@N", shown(path))),
             false => none(format!("there is no generation {}", shown(path))),
         })
@@ -126,7 +130,8 @@ impl Generation {
         let directory = match tree::open_inside(&root, OsStr::new(&file_name)) {
             Ok(directory) => directory,
             Err(errno @ (Errno::NOENT | Errno::NOTDIR | Errno::LOOP)) => {
-                return Err(absent(failed("open the generation", &path)(errno)));
+                let error = failed("open the generation", &path)(errno);
+                return Err(absent(error.hint("'iloader cache-list' shows those that there are")));
             }
             Err(errno) => return Err(Unfit::Unreadable(failed("open the generation", &path)(errno))),
         };
@@ -756,6 +761,8 @@ mod tests {
             std::fs::remove_file(&lock).unwrap();
             make(&lock);
             assert!(root.store.newest(generation.name()).unwrap().is_none());
+            let error = Generation::open(&root.path("m")).unwrap_err();
+            assert_eq!(error.kind(), Kind::Verification, "{error}");
             let error = Generation::open(generation.path()).unwrap_err();
             assert_eq!(error.kind(), Kind::Verification);
             let listing = root.store.list().unwrap();

@@ -11,6 +11,7 @@ use super::super::root::Root;
 use super::options::{LocalCacheArgs, StartArgs};
 use crate::daemon::config::Config;
 use crate::daemon::origin::Origin;
+use crate::disk::store::Unreadable;
 use crate::disk::{self, Generation};
 use crate::engine::{self, Selected};
 use crate::error::{Error, Kind, Result, shown};
@@ -94,7 +95,13 @@ impl LocalCache {
             return Err(cause);
         }
         let rules = args.selection.rules();
-        let Some(generation) = self.newest() else { return Err(cause) };
+        let Some(generation) = self.newest() else {
+            if let Some(damaged) = self.damaged() {
+                let why = damaged.error.message();
+                output::warn(&format!("a generation can't stand in for the source: {why}"));
+            }
+            return Err(cause);
+        };
         let source = PathBuf::from(&generation.manifest().source);
         let is_asked_for = root.map_or_else(|| is_meant(&args.model_dir, &source), |root| root == source);
         if !is_asked_for || unpassed(&generation.manifest().selection) != unpassed(&rules) {
@@ -108,11 +115,12 @@ impl LocalCache {
             }
         };
         output::warn(&format!(
-            "the source can't be reached ({}): '{}' is loaded from the generation {}, which is {} old",
+            "the source can't be reached ({}): '{}' is loaded from the generation {}, which is {} old{}",
             cause.message(),
             args.name,
             shown(generation.path()),
-            age(&generation)
+            age(&generation),
+            other_revision(&args.model_dir, &source).unwrap_or_default()
         ));
         Ok(StandIn { model: ModelDir { label: label(&args.model_dir, &source), root: source }, origin })
     }
@@ -120,6 +128,10 @@ impl LocalCache {
     /// One that can't be read does not stand in for anything.
     fn newest(&self) -> Option<Generation> {
         self.root.open().ok()??.newest(&self.name).ok()?
+    }
+
+    fn damaged(&self) -> Option<Unreadable> {
+        self.root.open().ok()??.damaged(&self.name).ok()?
     }
 
     /// Builds the generation for what was selected, or finds it, with progress, and leases it.
@@ -181,6 +193,21 @@ fn is_model_of_hub(argument: &Path, source: &Path) -> bool {
     model.replacen('/', "--", 1) == label && commit.starts_with(revision)
 }
 
+/// What is said where the name of a model means another revision by now than the one that `source` is.
+fn other_revision(argument: &Path, source: &Path) -> Option<String> {
+    let argument = argument.to_str().filter(|_| is_model_of_hub(argument, source))?;
+    let revision = argument.split_once('@').map_or("main", |(_, revision)| revision);
+    let (have, folder) = (source.file_name()?.to_str()?, source.parent()?.parent()?);
+    let wanted = std::fs::read_to_string(folder.join("refs").join(revision)).ok()?;
+    let wanted = wanted.trim();
+    (wanted != have).then(|| {
+        format!(
+            " and of another revision than the one asked for: it is {have}, '{revision}' is {}",
+            shown(wanted)
+        )
+    })
+}
+
 /// `…/models--org--name/snapshots/<commit>` → `org--name`.
 fn snapshot_label(source: &Path) -> Option<&str> {
     let snapshots = source.parent().filter(|parent| parent.ends_with("snapshots"))?;
@@ -217,6 +244,21 @@ mod tests {
         for path in ["real/model2", "real", "link"] {
             assert!(!is_meant(&home.join(path), &source), "{path}");
         }
+    }
+
+    #[test]
+    fn another_revision_than_the_one_asked_for_is_told() {
+        let hub = tempfile::tempdir().expect("a directory");
+        let folder = hub.path().join("models--org--m");
+        let source = folder.join("snapshots/aaaa");
+        let said = || other_revision(Path::new("org/m"), &source);
+        assert_eq!(said(), None, "nothing is known");
+        std::fs::create_dir_all(folder.join("refs")).expect("made");
+        std::fs::write(folder.join("refs/main"), "aaaa").expect("written");
+        assert_eq!(said(), None);
+        std::fs::write(folder.join("refs/main"), "bbbb").expect("written");
+        assert!(said().expect("said").contains("it is aaaa, 'main' is bbbb"));
+        assert_eq!(other_revision(Path::new("org/m@aaaa"), &source), None);
     }
 
     #[test]
