@@ -114,6 +114,15 @@ impl Wanted {
             return Ok(Wanted { root: Root::find(&args.root)?, name, number });
         }
         let path = Environment::of_process().absolute(what, "the generation")?;
+        // A link is not the generation that it leads to: that one has a name of its own.
+        if path.is_symlink() {
+            let to = path.canonicalize().map_or_else(|_| "nothing".to_owned(), shown);
+            return Err(Error::new(
+                Kind::Usage,
+                format!("{} is a link to {to}, and no generation", shown(what)),
+            )
+            .hint("name the generation itself; iloader cache-list shows them"));
+        }
         let path = path.canonicalize().unwrap_or(path);
         let (Some(parent), Some(last)) = (path.parent(), path.file_name()) else {
             return Err(Error::new(Kind::Usage, format!("{} is no generation", shown(what)))

@@ -1,5 +1,6 @@
 //! `verify`: is a generation what its manifest says?
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -50,7 +51,9 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
     let engine = Selected::probe(engine::Choice::Auto, None)?;
     let report = look(&generation, args, &engine)?;
     print(args, &generation, &report)?;
-    match report.findings.len() {
+    // One file may have several findings.
+    let paths: BTreeSet<&str> = report.findings.iter().map(|finding| finding.path.as_str()).collect();
+    match paths.len() {
         0 => Ok(()),
         count => Err(not_whole(&generation, count)),
     }
@@ -98,11 +101,9 @@ fn print(args: &VerifyArgs, generation: &Generation, report: &Report) -> Result<
 }
 
 fn not_whole(generation: &Generation, count: usize) -> Error {
-    let files = if count == 1 { "1 file".to_owned() } else { format!("{count} files") };
+    let files = if count == 1 { "1 file differs".to_owned() } else { format!("{count} files differ") };
     let (name, path) = (called(generation), shown(generation.path()));
-    Error::new(Kind::Verification, format!("{name} is not what its manifest says: {files} differ")).hint(
-        format!(
-            "make another one (iloader cache --refresh) and remove this one: iloader cache-remove {path}"
-        ),
-    )
+    Error::new(Kind::Verification, format!("{name} is not what its manifest says: {files}")).hint(format!(
+        "make another one (iloader cache --refresh) and remove this one: iloader cache-remove {path}"
+    ))
 }

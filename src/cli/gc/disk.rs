@@ -1,6 +1,7 @@
 //! `gc` of what is on disk: generations that nobody uses, and what interrupted copies left.
 
 use std::collections::{HashMap, HashSet};
+use std::path::Path;
 use std::time::Duration;
 
 use super::super::json;
@@ -176,6 +177,13 @@ impl Sweep {
     }
 }
 
+/// A reason without what stands beside it already: which generation it is about, and that it stays.
+fn without_path<'a>(reason: &'a str, path: &Path) -> &'a str {
+    let path = shown(path);
+    let about = [format!("{path} is not removed: "), format!("the generation {path}: ")];
+    about.iter().find_map(|about| reason.strip_prefix(about.as_str())).unwrap_or(reason)
+}
+
 fn candidates(held: &[Held<'_>]) -> Vec<Candidate> {
     let bytes = own_bytes(held);
     let candidate = |(one, bytes): (&Held<'_>, u64)| Candidate {
@@ -212,14 +220,20 @@ impl Found<'_> {
         }
         for unreadable in &self.listing.unreadable {
             let path = shown(&unreadable.path);
-            output::warn(&format!("{path} stays: {}", unreadable.error.message()));
+            let why = without_path(unreadable.error.message(), &unreadable.path);
+            output::warn(&format!("{path} stays: {why}"));
         }
         if !self.held.is_empty() || !self.leftovers.is_empty() {
             output::print(&self.table(args))?;
         }
         super::say_what_is_over(args, after);
         let has_work = !self.leftovers.is_empty() || self.held.iter().any(|one| !one.is_there());
-        super::say_what_is_left_to_do(args, has_work);
+        let is_held_back = self.held.iter().any(|one| matches!(one.fate, Fate::Kept(_)));
+        if !has_work && is_held_back {
+            output::note("nothing can be collected now: WHY tells what holds it back");
+        } else {
+            super::say_what_is_left_to_do(args, has_work);
+        }
         Ok(())
     }
 
@@ -236,7 +250,7 @@ impl Found<'_> {
             let size = one.inodes.iter().fold(0, |sum: u64, inode| sum.saturating_add(inode.2));
             let (what, why) = match &one.fate {
                 Fate::Open => ("stays", ""),
-                Fate::Kept(reason) => ("stays", reason.as_str()),
+                Fate::Kept(reason) => ("stays", without_path(reason, one.generation.path())),
                 Fate::Gone(reason) => (removed, reason.as_str()),
             };
             let idle = output::seconds(one.idle.as_secs_f64());
