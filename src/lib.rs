@@ -15,6 +15,9 @@
 //! Resident ── view::publish ──▶ View               directory of links, appears in one rename
 //! Resident+View ─ daemon::serve                    control socket, leases, stop
 //! Segments ── readers::find ───▶ Seen              who else reads: decides stop, eviction and gc beside the leases
+//! same Plan ── load::run(disk) ▶ Staging           hashed on the way, written past the page cache, synced
+//! Staging ── commit ───────────▶ Generation        a verified copy on disk: manifest last, one rename
+//! Generation ─ daemon::origin ─▶ Selection         stands for its source: the next load reads from there
 //! ```
 //!
 //! Modules in reading order, each importing only what stands in a lower row (`tests/it/tidy.rs` checks it):

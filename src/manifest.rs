@@ -8,6 +8,16 @@ use serde::{Deserialize, Serialize};
 /// The version of the JSON form. A reader refuses any other.
 pub const SCHEMA: u32 = 1;
 
+/// The directory of our own files, at the top of a root and of each generation. It is in no view.
+pub const OUR_DIRECTORY: &str = ".iloader";
+
+/// In [`OUR_DIRECTORY`] of a generation: what it holds. Written last, so that there is no generation without one.
+pub const MANIFEST_FILE: &str = "manifest.json";
+
+/// The sums as `sha256sum` writes them: at the top of a generation, or in [`OUR_DIRECTORY`] where the source has a
+/// file of that name at its top.
+pub const SUMS_FILE: &str = "SHA256SUMS";
+
 /// What one cache holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {

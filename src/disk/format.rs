@@ -4,13 +4,8 @@
 
 use std::fmt;
 
+pub use crate::manifest::{MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE};
 use crate::registry::Name;
-
-/// The directory of our own files, at the top of a root and of each generation. It is in no view.
-pub const OUR_DIRECTORY: &str = ".iloader";
-
-/// In [`OUR_DIRECTORY`] of a generation: what it holds. Written last, so that there is no generation without one.
-pub const MANIFEST_FILE: &str = "manifest.json";
 
 /// In [`OUR_DIRECTORY`] of a generation: shared it is a lease, exclusive a removal.
 pub const LOCK_FILE: &str = "lock";
@@ -20,10 +15,6 @@ pub const USED_FILE: &str = "used";
 
 /// In [`OUR_DIRECTORY`] of what is being built: the files that are finished.
 pub const FINISHED_FILE: &str = "finished";
-
-/// The sums as `sha256sum` writes them: at the top of a generation, or in [`OUR_DIRECTORY`] where the source has a
-/// file of that name at its top.
-pub const SUMS_FILE: &str = "SHA256SUMS";
 
 /// The highest number of a generation. Every program can read it as a number of JSON.
 pub const NUMBER_MAX: u64 = 1 << 53;

@@ -14,14 +14,12 @@ use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::pattern::{Globs, Inclusions, flag_leaving_out};
 use super::{DirectoryLink, Excluded, Identity, SelectedFile, Selection, advice};
-use crate::disk::format::{MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE};
-use crate::disk::manifest::MANIFEST_BYTES_MAX;
 use crate::error::{Error, Kind, Result, shown};
-use crate::manifest::{Manifest, SelectionRules};
+use crate::manifest::{MANIFEST_FILE, OUR_DIRECTORY, SUMS_FILE, SelectionRules};
 
 /// What is left out unless `--exclude` replaces the list: bookkeeping of version control, download
 /// tools, editors and engines, and what is half written.
@@ -154,23 +152,15 @@ fn select_within(root: &Path, rules: &SelectionRules, limits: Limits) -> Result<
 }
 
 /// What is never a part of the model in a generation that is loaded from as a directory: our own directory, and our
-/// sums, unless the source itself has something of that name.
+/// sums, which stand in it where the source itself has something of that name.
 fn own_files(root: &Path) -> Vec<&'static str> {
-    let path = root.join(OUR_DIRECTORY).join(MANIFEST_FILE);
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let Ok(file) = rustix::fs::open(&path, flags, Mode::empty()) else { return Vec::new() };
-    let file = fs::File::from(file);
-    if !file.metadata().is_ok_and(|found| found.is_file() && found.len() <= MANIFEST_BYTES_MAX) {
-        return Vec::new();
+    let ours = root.join(OUR_DIRECTORY);
+    let is_file = |name: &str| fs::symlink_metadata(ours.join(name)).is_ok_and(|found| found.is_file());
+    match (is_file(MANIFEST_FILE), is_file(SUMS_FILE)) {
+        (false, _) => Vec::new(),
+        (true, true) => vec![OUR_DIRECTORY],
+        (true, false) => vec![OUR_DIRECTORY, SUMS_FILE],
     }
-    let manifest: Option<Manifest> = serde_json::from_reader(io::BufReader::new(file)).ok();
-    let is_of_the_source = manifest.is_some_and(|manifest| {
-        let mut files = manifest.files.iter().map(|file| &file.path);
-        let mut links = manifest.directory_links.iter().map(|link| &link.path);
-        let is_it = |path: &String| path.split('/').next() == Some(SUMS_FILE);
-        files.any(is_it) || links.any(is_it)
-    });
-    if is_of_the_source { vec![OUR_DIRECTORY] } else { vec![OUR_DIRECTORY, SUMS_FILE] }
 }
 
 /// The directory itself, absolute and without links.

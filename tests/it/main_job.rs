@@ -63,7 +63,7 @@ fn every_answer_has_the_documented_fields_and_no_other() {
     sandbox.started(&["--idle-ttl", "3600", "--passthrough", "config.json"]);
     let of_a_cache = documented("each of the `caches` of `list`:", "`status` adds:");
     let of_status = documented("`status` adds:", "\n`list`:\n");
-    let of_list = documented("\n`list`:\n", "\n`gc`:\n");
+    let of_list = documented("\n`list`:\n", "\nEach of the `generations`");
     // Told only where there is something to tell.
     let optional = ["schema", "warnings", "error", "directory_links", "quota_error"];
     let check = |document: &Value, names: &[&Vec<String>]| {
@@ -83,11 +83,41 @@ fn every_answer_has_the_documented_fields_and_no_other() {
     let read = sandbox.ask("status", &["--readers", "--json"]).expect(0).json();
     check(&read, &[&of_a_cache, &of_status]);
     let collected = sandbox.iloader(&["gc", "--resident", "--ttl", "3600", "--json"]).expect(0).json();
-    check(&collected, &[&documented("\n`gc`:\n", "\n`inspect`:\n")]);
+    check(&collected, &[&documented("\n`gc --resident`:\n", "\n`inspect`:\n")]);
     let manifest = sandbox.ask("manifest", &[]).expect(0).json();
     check(&manifest, &[&documented("\n`manifest`:\n", "## Environment")]);
     let inspected = sandbox.iloader(&["inspect", sandbox.model().to_str().unwrap(), "--json"]).json();
     check(&inspected, &[&documented("\n`inspect`:\n", "\n`manifest`:\n")]);
+}
+
+#[test]
+fn every_answer_about_generations_has_the_documented_fields_and_no_other() {
+    let sandbox = Sandbox::new();
+    let ask = |words: &[&str]| {
+        let words = [words, &["--json"]].concat();
+        sandbox.iloader(&words).expect(0).json()
+    };
+    let check = |document: &Value, names: &[&Vec<String>]| {
+        let mut names: Vec<&str> = names.iter().flat_map(|names| names.iter()).map(String::as_str).collect();
+        let mut present: Vec<&str> = fields(document).into_iter().filter(|name| *name != "schema").collect();
+        names.sort_unstable();
+        present.sort_unstable();
+        assert_eq!(present, names);
+    };
+    let model = sandbox.model();
+    let model = model.to_str().unwrap();
+    let of_one = documented("and `cache`:\n", "\n`cache` adds:\n");
+    let made = ask(&["cache", model, "--name", "m"]);
+    check(&made, &[&of_one, &documented("\n`cache` adds:\n", "\n`cache-status`:\n")]);
+    let status = ask(&["cache-status", model, "--name", "m"]);
+    check(&status, &[&documented("\n`cache-status`:\n", "\n`cache-list`:\n")]);
+    check(&status["generation"], &[&of_one]);
+    let list = ask(&["cache-list"]);
+    check(&list, &[&documented("\n`cache-list`:\n", "\n`verify`:\n")]);
+    check(&list["generations"][0], &[&of_one]);
+    let path = made["path"].as_str().unwrap();
+    check(&ask(&["verify", path]), &[&documented("\n`verify`:\n", "\n`gc` on disk:\n")]);
+    check(&ask(&["gc"]), &[&documented("\n`gc` on disk:\n", "\n`gc --resident`:\n")]);
 }
 
 #[test]
