@@ -171,6 +171,16 @@ fn all_snapshots(argument: &Path, root: &Path) -> Option<Error> {
     })
 }
 
+/// The [label](ModelDir::label) of a model directory that cannot be looked at, as far as what was typed tells it.
+pub fn label_of_absent(argument: &Path) -> String {
+    let by_hub = || HubName::parse(argument).filter(|name| name.model.contains('/')).map(|name| name.label());
+    let last = argument.components().rev().find_map(|part| match part {
+        Component::Normal(name) => Some(name.to_string_lossy().into_owned()),
+        _ => None,
+    });
+    snapshot_label(argument).or_else(by_hub).or(last).unwrap_or_else(|| "model".to_owned())
+}
+
 /// `…/models--org--name/snapshots/<commit>` → `org--name`.
 fn snapshot_label(root: &Path) -> Option<String> {
     let snapshots = root.parent()?;
@@ -655,6 +665,22 @@ mod tests {
         let homeless = Surroundings { current_directory: Some(sandbox.path("here")), ..bare };
         let error = resolve_in(Path::new("org/name"), &homeless).unwrap_err();
         assert!(error.message().contains("no home"), "{error}");
+    }
+
+    #[test]
+    fn what_is_gone_has_the_label_that_it_had() {
+        for (argument, label) in [
+            ("/hub/models--org--m/snapshots/aaaa", "org--m"),
+            ("org/m", "org--m"),
+            ("org/m@main", "org--m"),
+            ("/mnt/m/", "m"),
+            ("mnt/models/m", "m"),
+            ("./m", "m"),
+            ("m", "m"),
+            ("/", "model"),
+        ] {
+            assert_eq!(label_of_absent(Path::new(argument)), label, "{argument}");
+        }
     }
 
     #[test]

@@ -75,7 +75,7 @@ fn table(generations: &[json::Generation<'_>]) -> String {
     ]);
     for one in generations {
         table.row([
-            one.name,
+            format!("{}@{}", one.name, one.number).as_str(),
             &ByteSize(one.bytes).to_string(),
             &one.files.to_string(),
             one.created,
@@ -90,7 +90,9 @@ fn table(generations: &[json::Generation<'_>]) -> String {
 /// What cannot be read, and what is no generation yet or any more.
 fn say_what_is_none(listing: &Listing) {
     for unreadable in &listing.unreadable {
-        output::warn(&format!("{}: {}", shown(&unreadable.path), unreadable.error.message()));
+        let path = shown(&unreadable.path);
+        let why = unreadable.error.message();
+        output::warn(&format!("{path}: {why}; 'iloader cache-remove {path}' removes it"));
     }
     for leftover in &listing.leftovers {
         let (path, size) = (shown(&leftover.path), ByteSize(leftover.bytes));

@@ -146,13 +146,17 @@ impl Wanted {
             None => format!("there are no generations of '{name}' in {root}"),
         };
         let error = Error::new(Kind::NotFound, message);
-        let mut names: Vec<&str> = listing.generations.iter().map(|one| one.name().as_str()).collect();
-        names.dedup();
-        match names.as_slice() {
-            [] => error
-                .hint("iloader cache-list shows what there is; --cache-root PATH names another directory"),
-            names => error.hint(format!("there are: {}", names.join(", "))),
+        let of_name = listing.generations.iter().filter(|one| one.name() == name);
+        let mut there: Vec<String> = of_name.map(|one| format!("{name}@{}", one.number())).collect();
+        if there.is_empty() {
+            there = listing.generations.iter().map(|one| one.name().to_string()).collect();
+            there.dedup();
         }
+        if there.is_empty() {
+            return error
+                .hint("iloader cache-list shows what there is; --cache-root PATH names another directory");
+        }
+        error.hint(format!("there are: {}", there.join(", ")))
     }
 }
 

@@ -1,6 +1,6 @@
 //! `cache-status`: is the newest generation what the source holds?
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -21,9 +21,9 @@ use crate::units::ByteSize;
 const CHANGES_SHOWN_MAX: usize = 20;
 
 const HELP_AFTER: &str = "\
-Compares names, sizes, times and inodes with those of the copy; no file is read ('iloader verify' does). Exit codes: 0 \
-fresh, 9 stale or of another source, 3 there is no generation of that name, 1 the source cannot be reached: the \
-generation is shown all the same.
+Compares names, sizes, times and inodes with those that the copy was made from, and names, sizes and times of the copy \
+with its manifest; no file is read ('iloader verify' does). Exit codes: 0 fresh, 9 stale, damaged or of another \
+source, 3 there is no generation of that name, 1 the source cannot be reached: the generation is shown all the same.
 
 Example:
   iloader cache-status /mnt/nfs/Qwen3-8B || iloader cache /mnt/nfs/Qwen3-8B";
@@ -75,7 +75,7 @@ pub(crate) fn cache_status(args: &CacheStatusArgs) -> Result<u8> {
         (Some(_), Err(error)) => State::Unreachable(error),
         (Some(generation), Ok(selection)) => {
             match disk::build::differences(generation, &selection, CHANGES_SHOWN_MAX) {
-                changes if changes.is_empty() => State::Fresh,
+                changes if changes.is_empty() => State::of_copy(generation),
                 changes => State::Stale(changes),
             }
         }
@@ -126,14 +126,18 @@ impl Source {
 
 /// A model directory that cannot be looked at, by what was typed.
 fn as_it_was_named(argument: &Path) -> ModelDir {
-    let last = argument.components().rev().find_map(|part| match part {
-        Component::Normal(name) => Some(name.to_string_lossy().into_owned()),
-        _ => None,
-    });
-    ModelDir { root: argument.to_owned(), label: last.unwrap_or_else(|| "model".to_owned()) }
+    ModelDir { root: argument.to_owned(), label: hub::label_of_absent(argument) }
 }
 
 impl State {
+    /// Of a generation that was made from what the source holds: 'cache' takes it only where its files are there.
+    fn of_copy(generation: &Generation) -> State {
+        match generation.selection(&[]) {
+            Ok(_) => State::Fresh,
+            Err(error) => State::Stale(vec![error.message().to_owned()]),
+        }
+    }
+
     fn word(&self) -> &'static str {
         match self {
             State::Fresh => "fresh",

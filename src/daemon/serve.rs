@@ -94,7 +94,7 @@ pub fn serve(start: Start) -> Result<Ended> {
         "iloader {} loads '{}' from {} as process {}",
         env!("CARGO_PKG_VERSION"),
         config.name,
-        shown(&config.source),
+        loaded_from(&config),
         std::process::id()
     ));
     let charged_cgroup = budget::Limits::find().charged_cgroup().map(str::to_owned);
@@ -455,6 +455,15 @@ impl Server {
         log.line("ended");
         listener.finish(Instant::now() + FINISH_MAX);
         outcome
+    }
+}
+
+/// What is loaded, for the log: the source, or the generation that stands for it.
+fn loaded_from(config: &Config) -> String {
+    let source = shown(&config.source);
+    match &config.generation {
+        Some(generation) => format!("{}, a copy of {source},", shown(generation)),
+        None => source,
     }
 }
 

@@ -323,6 +323,17 @@ fn a_path_that_cannot_be_meant_is_refused_before_anything_is_made() {
 }
 
 #[test]
+fn a_copy_with_a_missing_file_is_not_fresh() {
+    let sandbox = Sandbox::new();
+    let generation = cached(&sandbox);
+    cache_status(&sandbox, &[]).expect(0);
+    fs::remove_file(generation.join("config.json")).unwrap();
+    let ran = cache_status(&sandbox, &[]).expect(9);
+    assert!(ran.stdout.contains("config.json") && ran.stdout.contains("missing"), "{ran:?}");
+    assert_ne!(cached(&sandbox), generation, "as 'cache' takes it");
+}
+
+#[test]
 fn a_source_that_cannot_be_reached_leaves_the_generation() {
     let sandbox = Sandbox::new();
     let generation = cached(&sandbox);
@@ -372,6 +383,10 @@ fn a_snapshot_is_named_by_its_model_and_compared_with_the_hub() {
     let refused = on_root(&sandbox, "cache", &[bad.to_str().unwrap()]).expect_refusal(7, "the hub says");
     assert!(refused.stderr.contains("hint:"), "{refused:?}");
     assert_eq!(listed(&sandbox), ["org--tiny@2"]);
+    // Without the hub cache it is called the same.
+    fs::rename(sandbox.path("hub"), sandbox.path("away")).unwrap();
+    let gone = on_root(&sandbox, "cache-status", &[next.to_str().unwrap()]).expect(1);
+    assert!(gone.stdout.contains("org--tiny@2"), "{gone:?}");
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! `start --local-cache`: a generation on disk is prepared once, loaded from, and stands in for its source.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
@@ -146,6 +148,16 @@ fn umask() -> u32 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("Umask:")).unwrap();
     u32::from_str_radix(line.trim(), 8).unwrap()
+}
+
+#[test]
+fn a_root_that_the_daemon_cannot_be_told_of_is_refused_before_anything_is_copied() {
+    let sandbox = Sandbox::new();
+    let root = sandbox.path("").join(OsStr::from_bytes(b"root\xff"));
+    let mut start = sandbox.command(&["start", "model", "--name", "qwen", "--local-cache", "--cache-root"]);
+    start.arg(&root).current_dir(sandbox.path(""));
+    Job::spawn(start).wait().expect_refusal(2, "is not UTF-8");
+    assert!(!root.exists());
 }
 
 #[test]

@@ -71,6 +71,11 @@ impl LocalCache {
         if std::fs::canonicalize(source).is_err() { Ok(()) } else { self.root.check(source) }
     }
 
+    /// The directory of its generations.
+    pub(super) fn root(&self) -> &Path {
+        &self.root.path
+    }
+
     /// Whether a generation is made although there is a fresh one.
     pub(super) fn is_refreshed(&self) -> bool {
         self.refresh

@@ -57,6 +57,8 @@ impl Wanted {
             _ => BaseDir::find(args.base.base_dir.as_deref(), &environment)?,
         };
         let local = LocalCache::of(args, &found)?;
+        // The daemon is told where the generation is: better now than when it was copied.
+        local.as_ref().map_or(Ok(()), |local| text(local.root(), "--cache-root").map(drop))?;
         let (model, origin) = match (model, &local) {
             (Ok(model), _) => (model, None),
             (Err(error), Some(local)) => local.stand_in(args, None, error).map(StandIn::apart)?,
