@@ -12,6 +12,7 @@ use crate::budget::limits;
 use crate::disk::{self, Depth, Generation, Report};
 use crate::engine::{self, Selected};
 use crate::error::{Error, Kind, Result, shown};
+use crate::manifest::SelectionRules;
 use crate::registry::Environment;
 use crate::units::ByteSize;
 
@@ -102,8 +103,12 @@ fn print(args: &VerifyArgs, generation: &Generation, report: &Report) -> Result<
 
 fn not_whole(generation: &Generation, count: usize) -> Error {
     let files = if count == 1 { "1 file differs".to_owned() } else { format!("{count} files differ") };
-    let (name, path) = (called(generation), shown(generation.path()));
+    let (name, source) = (called(generation), shown(&generation.manifest().source));
+    let (called, root) = (generation.name(), generation.path().parent().map_or_else(String::new, shown));
+    let is_all = generation.manifest().selection == SelectionRules::default();
+    let patterns = if is_all { "" } else { ", with the patterns that it was made with" };
     Error::new(Kind::Verification, format!("{name} is not what its manifest says: {files}")).hint(format!(
-        "make another one (iloader cache --refresh) and remove this one: iloader cache-remove {path}"
+        "make another one, which takes its place unless it is in use: iloader cache {source} --name {called} \
+         --cache-root {root} --refresh{patterns}"
     ))
 }

@@ -149,7 +149,7 @@ fn a_flipped_bit_in_any_file_is_found_and_a_cut_or_extra_one() {
         assert!(found(words).contains(&what("size", MODEL[2].0)), "{:?}", found(words));
     }
     let table = sandbox.iloader(&["verify", path]).expect(7);
-    assert!(table.stdout.contains(MODEL[2].0) && table.stderr.contains("cache-remove"), "{table:?}");
+    assert!(table.stdout.contains(MODEL[2].0) && table.stderr.contains("--refresh"), "{table:?}");
     let refused = Job::spawn(run_on(&sandbox, &generation, &["true"])).wait();
     assert!(refused.code == Some(125) && refused.stderr.contains(MODEL[2].0), "{refused:?}");
 
