@@ -9,22 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use bed::machine;
+use bed::claims::{self, Claim, Ground, ODD_BYTES, SHARDS};
 use bed::pairs::{Pairs, Spread, Target, undisturbed};
 use bed::{Discard, ModelDir, Outcome, succeed, timed};
 use iloader::engine::{Choice, Selected};
 use iloader::source::Direct;
 use iloader::units::ByteSize;
 use serde_json::Value;
-
-/// A model of this many shards.
-const SHARDS: u64 = 8;
-
-/// A shard is not a whole number of pages: models never are.
-const ODD_BYTES: u64 = 1234;
-
-/// Fewer pairs than this say nothing about spread.
-const PAIRS_MIN: usize = 9;
 
 /// The model whose copy must not take more memory than a small one: sparse, so that reading it costs nothing.
 const SPARSE_BYTES: u64 = 20 << 30;
@@ -40,13 +31,6 @@ const USAGE: &str = "usage: cargo bench --bench disk -- [NAME...] [--pairs N] [-
     --pairs N     alternating pairs of each, at least 9 (9)\n\
     --dir DIR     where files and copies are made, and removed again (target/tmp)\n\
     --size SIZE   how much is copied (2GiB); `memory` copies 20 GiB in any case";
-
-/// A claim: its name, what is measured, and how.
-struct Claim {
-    name: &'static str,
-    what: &'static str,
-    measure: fn(&Ground) -> Outcome<()>,
-}
 
 const CLAIMS: [Claim; 4] = [
     Claim {
@@ -67,102 +51,29 @@ const CLAIMS: [Claim; 4] = [
     Claim { name: "memory", what: "peak of the memory of a cache of 20 GiB", measure: memory },
 ];
 
-/// What the claims are measured on.
-struct Ground {
-    pairs: usize,
-    directory: PathBuf,
-    bytes: u64,
-}
-
 fn main() -> ExitCode {
-    // `cargo test --benches` runs this too, without the flag: there is nothing to test here.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("{USAGE}");
-        return ExitCode::SUCCESS;
-    }
-    let (claims, ground) = match parse(std::env::args().skip(1)) {
-        Ok(parsed) => parsed,
-        Err(message) => {
-            eprintln!("error: {message}\n{USAGE}");
-            return ExitCode::from(2);
-        }
-    };
-    match run(&claims, ground) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    claims::main("disk", &CLAIMS, USAGE)
 }
 
-fn parse(mut words: impl Iterator<Item = String>) -> Result<(Vec<&'static Claim>, Ground), String> {
-    let mut claims = Vec::new();
-    let mut ground = Ground { pairs: PAIRS_MIN, directory: bed::directory().to_owned(), bytes: 2 << 30 };
-    while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or(format!("{word} needs a value"));
-        match word.as_str() {
-            "--bench" => {}
-            "--pairs" => ground.pairs = value()?.parse().map_err(|_| "--pairs takes a number")?,
-            "--dir" => ground.directory = value()?.into(),
-            "--size" => ground.bytes = value()?.parse::<ByteSize>()?.0,
-            name => {
-                let claim = CLAIMS.iter().find(|claim| claim.name == name);
-                claims.push(claim.ok_or(format!("there is no claim '{name}'"))?);
-            }
-        }
-    }
-    if claims.is_empty() {
-        claims = CLAIMS.iter().collect();
-    }
-    if ground.pairs < PAIRS_MIN {
-        return Err(format!("fewer than {PAIRS_MIN} pairs say nothing about spread"));
-    }
-    if ground.bytes < SHARDS << 21 {
-        return Err(format!("--size must be at least {}", ByteSize(SHARDS << 21)));
-    }
-    Ok((claims, ground))
+/// The shards of one claim, and what is in the page cache.
+fn model(ground: &Ground) -> Outcome<ModelDir> {
+    let model = ground.model()?;
+    println!("  files        {}, {} in all", model.selection.files.len(), ByteSize(model.bytes()));
+    println!("  page cache   nothing of them, checked before every run");
+    Ok(model)
 }
 
-fn run(claims: &[&Claim], mut ground: Ground) -> Outcome<()> {
-    std::fs::create_dir_all(&ground.directory)?;
-    machine::describe(&ground.directory, "disk")?;
-    let cores = std::thread::available_parallelism()?.get() as f64;
-    if machine::load_average()? > cores / 2.0 {
-        println!("note           other programs are running: these figures are preliminary");
-    }
-    ground.directory = ground.directory.canonicalize()?;
-    for claim in claims {
-        println!("\n{}: {}", claim.name, claim.what);
-        // One that cannot be measured here leaves the others alone.
-        if let Err(error) = (claim.measure)(&ground) {
-            println!("  no figure    {error}");
-        }
-    }
-    Ok(())
+/// A place for a copy, on the same file system as the model, removed when dropped.
+fn place(ground: &Ground) -> Outcome<tempfile::TempDir> {
+    Ok(tempfile::Builder::new().prefix("iloader-bench-").tempdir_in(&ground.directory)?)
 }
 
-impl Ground {
-    /// The shards, made anew for each claim so that none inherits another's page cache.
-    fn model(&self) -> Outcome<ModelDir> {
-        let model = ModelDir::make(&self.directory, SHARDS as usize, self.bytes / SHARDS + ODD_BYTES)?;
-        println!("  files        {}, {} in all", model.selection.files.len(), ByteSize(model.bytes()));
-        println!("  page cache   nothing of them, checked before every run");
-        Ok(model)
-    }
-
-    /// A place for a copy, on the same file system as the model, removed when dropped.
-    fn place(&self) -> Outcome<tempfile::TempDir> {
-        Ok(tempfile::Builder::new().prefix("iloader-bench-").tempdir_in(&self.directory)?)
-    }
-
-    /// How long `iloader cache` takes for all of `model`, until the generation is whole and on the device.
-    fn cache(&self, model: &ModelDir) -> Outcome<Duration> {
-        let root = self.place()?;
-        settle(&self.directory)?;
-        model.make_cold()?;
-        timed(|| succeed(&mut cache(model.path(), root.path())))
-    }
+/// How long `iloader cache` takes for all of `model`, until the generation is whole and on the device.
+fn timed_cache(ground: &Ground, model: &ModelDir) -> Outcome<Duration> {
+    let root = place(ground)?;
+    settle(&ground.directory)?;
+    model.make_cold()?;
+    timed(|| succeed(&mut cache(model.path(), root.path())))
 }
 
 fn cache(model: &Path, root: &Path) -> Command {
@@ -181,9 +92,9 @@ fn settle(directory: &Path) -> Outcome<()> {
 }
 
 fn cp(ground: &Ground) -> Outcome<()> {
-    let model = ground.model()?;
+    let model = model(ground)?;
     let reference = || {
-        let place = ground.place()?;
+        let place = place(ground)?;
         settle(&ground.directory)?;
         model.make_cold()?;
         let copy = place.path().join("copy");
@@ -193,7 +104,7 @@ fn cp(ground: &Ground) -> Outcome<()> {
             succeed(Command::new("openssl").args(["dgst", "-sha256"]).args(files_of(&copy)?))
         })
     };
-    let pairs = Pairs::measure(ground.pairs, || ground.cache(&model), reference)?;
+    let pairs = Pairs::measure(ground.pairs, || timed_cache(ground, &model), reference)?;
     report_rates(&pairs, &model, "cp and rest", Target::AtLeast(1.8));
     Ok(())
 }
@@ -201,14 +112,14 @@ fn cp(ground: &Ground) -> Outcome<()> {
 fn fio(ground: &Ground) -> Outcome<()> {
     succeed(Command::new("fio").arg("--version"))
         .map_err(|error| format!("there is no fio here: {error}"))?;
-    let model = ground.model()?;
+    let model = model(ground)?;
     let reference = || {
-        let place = ground.place()?;
+        let place = place(ground)?;
         settle(&ground.directory)?;
         model.make_cold()?;
         fio_copy(&model, place.path())
     };
-    let pairs = Pairs::measure(ground.pairs, || ground.cache(&model), reference)?;
+    let pairs = Pairs::measure(ground.pairs, || timed_cache(ground, &model), reference)?;
     report_rates(&pairs, &model, "fio", Target::AtLeast(0.85));
     Ok(())
 }
@@ -247,8 +158,8 @@ fn fio_copy(model: &ModelDir, place: &Path) -> Outcome<Duration> {
 }
 
 fn verify(ground: &Ground) -> Outcome<()> {
-    let model = ground.model()?;
-    let root = ground.place()?;
+    let model = model(ground)?;
+    let root = place(ground)?;
     succeed(&mut cache(model.path(), root.path()))?;
     let generation = root.path().join("bench@1");
     let engine = Selected::probe(Choice::Auto, None)?;
@@ -301,7 +212,7 @@ fn memory(ground: &Ground) -> Outcome<()> {
     if free < SPARSE_BYTES + (SPARSE_BYTES >> 3) {
         return Err(format!("{} are free, {} are copied", ByteSize(free), ByteSize(SPARSE_BYTES)).into());
     }
-    let (source, root) = (ground.place()?, ground.place()?);
+    let (source, root) = (place(ground)?, place(ground)?);
     for shard in 0..SHARDS / 2 {
         let file = std::fs::File::create(source.path().join(format!("model-{shard}.safetensors")))?;
         file.set_len(SPARSE_BYTES / (SHARDS / 2) + ODD_BYTES)?;

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
+use bed::claims::{self, Claim, Ground};
 use bed::machine;
 use bed::pairs::{Pairs, Spread, Target, undisturbed};
 use bed::{Discard, ModelDir, Outcome, succeed, timed};
@@ -20,12 +21,6 @@ use iloader::sys::memfd;
 use iloader::units::ByteSize;
 use rustix::time::ClockId;
 
-/// A model of this many shards.
-const SHARDS: u64 = 8;
-
-/// A shard is not a whole number of pages: models never are.
-const ODD_BYTES: u64 = 1234;
-
 /// The directory of small files.
 const SMALL_FILES: usize = 10_000;
 const SMALL_BYTES: u64 = 1024;
@@ -33,21 +28,11 @@ const SMALL_BYTES: u64 = 1024;
 /// What a reader copies at a time.
 const COPY_BYTES: usize = 8 << 20;
 
-/// Fewer pairs than this say nothing about spread.
-const PAIRS_MIN: usize = 9;
-
 const USAGE: &str = "usage: cargo bench --bench pairs -- [NAME...] [--pairs N] [--dir DIR] [--size SIZE]\n\
     NAME: cold, cpu, warm, view, small; all without a name\n\
     --pairs N     alternating pairs of each, at least 9 (9)\n\
     --dir DIR     where the files are made, and removed again (target/tmp)\n\
     --size SIZE   how much is loaded (2GiB)";
-
-/// A claim: its name, what is measured, and how.
-struct Claim {
-    name: &'static str,
-    what: &'static str,
-    measure: fn(&Ground) -> Outcome<()>,
-}
 
 const CLAIMS: [Claim; 5] = [
     Claim {
@@ -65,102 +50,8 @@ const CLAIMS: [Claim; 5] = [
     Claim { name: "small", what: "10,000 files of 1 KiB, against cp -r to a tmpfs", measure: small },
 ];
 
-/// What was asked for.
-struct Arguments {
-    claims: Vec<&'static Claim>,
-    pairs: usize,
-    directory: PathBuf,
-    bytes: u64,
-}
-
-/// What the claims are measured on.
-struct Ground {
-    pairs: usize,
-    directory: PathBuf,
-    bytes: u64,
-}
-
 fn main() -> ExitCode {
-    // `cargo test --benches` runs this too, without the flag: there is nothing to test here.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("{USAGE}");
-        return ExitCode::SUCCESS;
-    }
-    let arguments = match parse(std::env::args().skip(1)) {
-        Ok(arguments) => arguments,
-        Err(message) => {
-            eprintln!("error: {message}\n{USAGE}");
-            return ExitCode::from(2);
-        }
-    };
-    match run(&arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
-    let mut arguments = Arguments {
-        claims: Vec::new(),
-        pairs: PAIRS_MIN,
-        directory: bed::directory().to_owned(),
-        bytes: 2 << 30,
-    };
-    while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or(format!("{word} needs a value"));
-        match word.as_str() {
-            "--bench" => {}
-            "--pairs" => arguments.pairs = value()?.parse().map_err(|_| "--pairs takes a number")?,
-            "--dir" => arguments.directory = value()?.into(),
-            "--size" => arguments.bytes = value()?.parse::<ByteSize>()?.0,
-            name => {
-                let claim = CLAIMS.iter().find(|claim| claim.name == name);
-                arguments.claims.push(claim.ok_or(format!("there is no claim '{name}'"))?);
-            }
-        }
-    }
-    if arguments.claims.is_empty() {
-        arguments.claims = CLAIMS.iter().collect();
-    }
-    if arguments.pairs < PAIRS_MIN {
-        return Err(format!("fewer than {PAIRS_MIN} pairs say nothing about spread"));
-    }
-    if arguments.bytes < SHARDS << 21 {
-        return Err(format!("--size must be at least {}", ByteSize(SHARDS << 21)));
-    }
-    Ok(arguments)
-}
-
-fn run(arguments: &Arguments) -> Outcome<()> {
-    std::fs::create_dir_all(&arguments.directory)?;
-    machine::describe(&arguments.directory, "pairs")?;
-    let cores = std::thread::available_parallelism()?.get() as f64;
-    if machine::load_average()? > cores / 2.0 {
-        println!("note           other programs are running: these figures are preliminary");
-    }
-    let ground = Ground {
-        pairs: arguments.pairs,
-        directory: arguments.directory.canonicalize()?,
-        bytes: arguments.bytes,
-    };
-    for claim in &arguments.claims {
-        println!("\n{}: {}", claim.name, claim.what);
-        // One that cannot be measured here leaves the others alone.
-        if let Err(error) = (claim.measure)(&ground) {
-            println!("  no figure    {error}");
-        }
-    }
-    Ok(())
-}
-
-impl Ground {
-    /// The shards, made anew for each claim so that none inherits another's page cache.
-    fn model(&self) -> Outcome<ModelDir> {
-        ModelDir::make(&self.directory, SHARDS as usize, self.bytes / SHARDS + ODD_BYTES)
-    }
+    claims::main("pairs", &CLAIMS, USAGE)
 }
 
 fn cold(ground: &Ground) -> Outcome<()> {

@@ -4,6 +4,7 @@
 // Every benchmark is a program of its own and uses a part of this.
 #![allow(dead_code)]
 
+pub(crate) mod claims;
 pub(crate) mod machine;
 pub(crate) mod pairs;
 
@@ -11,14 +12,13 @@ use std::error::Error;
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use iloader::engine::{self, Direction, Selected, Transfer};
 use iloader::load::{self, Options, Watch};
-use iloader::manifest::SelectionRules;
 use iloader::memory::{self, Resident, Settings};
 use iloader::plan::{self, Plan};
 use iloader::source::{Direct, Identity, SelectedFile, Selection};
@@ -77,7 +77,7 @@ impl ModelDir {
         }
         // One flush of the file system instead of one of each file.
         rustix::fs::syncfs(File::open(&root)?)?;
-        let selection = select_all(root, selected);
+        let selection = Selection::of_files(root, selected);
         let plan = plan::lay_out(&selection, CHUNK_BYTES);
         Ok(ModelDir { directory, selection, plan })
     }
@@ -161,18 +161,6 @@ impl ModelDir {
     pub(crate) fn preload(&self, settings: &Settings) -> Outcome<Resident> {
         let start = || settings.engine.start();
         Ok(memory::load_with(&self.plan, &self.selection, settings, &start, &Nobody)?)
-    }
-}
-
-/// A selection of `files` and nothing else.
-pub(crate) fn select_all(root: PathBuf, files: Vec<SelectedFile>) -> Selection {
-    Selection {
-        root,
-        rules: SelectionRules::default(),
-        files,
-        directory_links: Vec::new(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
     }
 }
 
