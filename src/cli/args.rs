@@ -96,6 +96,18 @@ pub(crate) struct RootArgs {
     pub(crate) base: BaseArgs,
 }
 
+/// Which generations on disk are meant by a model directory.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CopyArgs {
+    /// The name of its generations [default: the directory's name, <org>--<model> for a hub snapshot]
+    #[arg(long, visible_alias = "cache-name", value_name = "NAME", value_parser = name())]
+    pub(crate) name: Option<Name>,
+    #[command(flatten)]
+    pub(crate) root: RootArgs,
+    #[command(flatten)]
+    pub(crate) files: FilesArgs,
+}
+
 /// One cache, as `status`, `view`, `manifest` and others name it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TargetArgs {

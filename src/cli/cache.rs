@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 
-use super::args::{self, FilesArgs, RootArgs};
+use super::args::{self, CopyArgs};
 use super::json;
 use super::output;
 use super::root::{self, Root};
@@ -16,7 +16,6 @@ use crate::engine::{self, Selected};
 use crate::error::{Kind, Result, shown};
 use crate::hub;
 use crate::load::WORKERS_MAX;
-use crate::registry::Name;
 use crate::source;
 use crate::sys::signals;
 use crate::units::ByteSize;
@@ -46,13 +45,8 @@ pub(crate) struct CacheArgs {
     /// The model's directory; never written to
     #[arg(value_name = "MODEL_DIR")]
     model_dir: PathBuf,
-    /// The name of its generations [default: the directory's name, <org>--<model> for a hub snapshot]
-    #[arg(long, visible_alias = "cache-name", value_name = "NAME", value_parser = args::name())]
-    name: Option<Name>,
     #[command(flatten)]
-    root: RootArgs,
-    #[command(flatten)]
-    files: FilesArgs,
+    copy: CopyArgs,
     /// Copy every file anew, whatever older generations have
     #[arg(long)]
     refresh: bool,
@@ -79,10 +73,10 @@ pub(crate) fn cache(args: &CacheArgs) -> Result<()> {
     signals::ignore(libc::SIGXFSZ);
     limits::raise_descriptors(DESCRIPTORS_OWN)?;
     let model = hub::resolve(&args.model_dir)?;
-    let name = root::name_of(args.name.as_ref(), &model);
-    let selection = source::select(&model.root, &args.files.rules())?;
+    let name = root::name_of(args.copy.name.as_ref(), &model);
+    let selection = source::select(&model.root, &args.copy.files.rules())?;
     let engine = Selected::probe(engine::Choice::from_name(&args.engine)?, None)?;
-    let store = Root::make(&args.root, &model.root)?;
+    let store = Root::make(&args.copy.root, &model.root)?;
     selection.warnings.iter().for_each(|warning| output::warn(warning));
     let request = disk::Request {
         name: &name,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::args::{self, FilesArgs, RootArgs};
+use super::args::CopyArgs;
 use super::json;
 use super::output;
 use super::root::{self, Root};
@@ -35,13 +35,8 @@ pub(crate) struct CacheStatusArgs {
     /// The model's directory
     #[arg(value_name = "MODEL_DIR")]
     model_dir: PathBuf,
-    /// The name of its generations [default: the directory's name, <org>--<model> for a hub snapshot]
-    #[arg(long, visible_alias = "cache-name", value_name = "NAME", value_parser = args::name())]
-    name: Option<Name>,
     #[command(flatten)]
-    root: RootArgs,
-    #[command(flatten)]
-    files: FilesArgs,
+    copy: CopyArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -59,9 +54,9 @@ enum State {
 
 /// Prints it. The exit code is the state's.
 pub(crate) fn cache_status(args: &CacheStatusArgs) -> Result<u8> {
-    let root = Root::find(&args.root)?;
-    let source = Source::look(&args.model_dir, &args.files.rules())?;
-    let name = root::name_of(args.name.as_ref(), &source.model);
+    let root = Root::find(&args.copy.root)?;
+    let source = Source::look(&args.model_dir, &args.copy.files.rules())?;
+    let name = root::name_of(args.copy.name.as_ref(), &source.model);
     let store = root.open()?;
     let generation = store.as_ref().map(|store| store.newest(&name)).transpose()?.flatten();
     let damaged = match (&store, &generation) {

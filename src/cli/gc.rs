@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::args::{self, BaseArgs, RootArgs};
-use super::output;
+use super::output::{self, Align, Table};
 use crate::error::Result;
 use crate::gc::{Policy, Why};
 use crate::units::ByteSize;
@@ -79,6 +79,15 @@ enum Fate {
 }
 
 impl Fate {
+    /// What `--json` says is done with it, where `going` is the word for what goes; and why.
+    fn told<'a>(&'a self, going: &'static str) -> (&'static str, Option<&'a str>) {
+        match self {
+            Fate::Open => ("keep", None),
+            Fate::Kept(reason) => ("keep", Some(reason)),
+            Fate::Gone(reason) => (going, Some(reason)),
+        }
+    }
+
     /// Why it goes, in words.
     fn gone(why: Why, all: &str) -> Fate {
         Fate::Gone(match why {
@@ -86,6 +95,17 @@ impl Fate {
             Why::Room => format!("the {all} take more than --max-bytes"),
         })
     }
+}
+
+/// What is shown of each thing, without rows yet.
+fn table() -> Table {
+    Table::new(&[
+        ("NAME", Align::Left),
+        ("SIZE", Align::Right),
+        ("IDLE", Align::Right),
+        ("WHAT", Align::Left),
+        ("WHY", Align::Left),
+    ])
 }
 
 /// The last word, where nobody reads JSON.

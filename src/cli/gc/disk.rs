@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::super::json;
-use super::super::output::{self, Align, Table};
+use super::super::output;
 use super::super::root::Root;
 use super::{Fate, GcArgs};
 use crate::disk::store::{Leftover, Listing};
@@ -238,13 +238,7 @@ impl Found<'_> {
     }
 
     fn table(&self, args: &GcArgs) -> String {
-        let mut table = Table::new(&[
-            ("NAME", Align::Left),
-            ("SIZE", Align::Right),
-            ("IDLE", Align::Right),
-            ("WHAT", Align::Left),
-            ("WHY", Align::Left),
-        ]);
+        let mut table = super::table();
         let removed = if args.apply { "removed" } else { "would be removed" };
         for one in self.held {
             let size = one.inodes.iter().fold(0, |sum: u64, inode| sum.saturating_add(inode.2));
@@ -269,11 +263,7 @@ impl Found<'_> {
 }
 
 fn collected<'a>(one: &'a Held<'_>) -> json::DiskCollected<'a> {
-    let (action, reason) = match &one.fate {
-        Fate::Open => ("keep", None),
-        Fate::Kept(reason) => ("keep", Some(reason.as_str())),
-        Fate::Gone(reason) => ("remove", Some(reason.as_str())),
-    };
+    let (action, reason) = one.fate.told("remove");
     json::DiskCollected {
         name: one.generation.name().as_str(),
         number: one.generation.number(),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::json::{CollectAnswer, Collected, Leftover};
 use super::super::list;
-use super::super::output::{self, Align, Table};
+use super::super::output;
 use super::super::status::Snapshot;
 use super::super::stop::{self, Manner};
 use super::super::target::{self, Target};
@@ -233,11 +233,7 @@ fn print(
 }
 
 fn collected(cache: &Cache) -> Collected<'_> {
-    let (action, reason) = match &cache.fate {
-        Fate::Open => ("keep", None),
-        Fate::Kept(reason) => ("keep", Some(reason.as_str())),
-        Fate::Gone(reason) => ("stop", Some(reason.as_str())),
-    };
+    let (action, reason) = cache.fate.told("stop");
     Collected {
         name: &cache.name,
         state: cache.state,
@@ -249,13 +245,7 @@ fn collected(cache: &Cache) -> Collected<'_> {
 }
 
 fn table(args: &GcArgs, caches: &[Cache], leftovers: &[Leftover]) -> String {
-    let mut table = Table::new(&[
-        ("NAME", Align::Left),
-        ("SIZE", Align::Right),
-        ("IDLE", Align::Right),
-        ("WHAT", Align::Left),
-        ("WHY", Align::Left),
-    ]);
+    let mut table = super::table();
     for cache in caches {
         let Collected { name, action, reason, .. } = collected(cache);
         let what = match action {
