@@ -36,5 +36,5 @@ fn invented(files: u64, bytes: u64) -> Selection {
         identity: Identity { device: 1, inode, bytes, mtime_seconds: 0, mtime_nanoseconds: 0 },
         passthrough: false,
     };
-    bed::select_all("/model".into(), (0..files).map(file).collect())
+    Selection::of_files("/model", (0..files).map(file).collect())
 }

@@ -267,14 +267,7 @@ pub(crate) fn advice(bytes: &[u8]) {
         },
         passthrough: false,
     };
-    let selection = Selection {
-        root: PathBuf::from("/m"),
-        rules: SelectionRules::default(),
-        files: paths.iter().enumerate().map(file).collect(),
-        directory_links: Vec::new(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
-    };
+    let selection = Selection::of_files("/m", paths.iter().enumerate().map(file).collect());
     for advice in advice::advise(&selection) {
         assert!(advice.files > 0 && advice.bytes > 0 && !advice.flags.is_empty(), "{advice:?}");
         assert!(advice.files <= paths.len() as u64 && advice.bytes <= selection.bytes(), "{advice:?}");

@@ -146,7 +146,7 @@ fn existing(argument: &Path, root: PathBuf) -> Result<ModelDir> {
     };
     let label = match (given, snapshot_label(&root), own) {
         (Some(name), _, _) => name.to_string_lossy().into_owned(),
-        (None, Some(label), _) => label,
+        (None, Some(label), _) => label.to_owned(),
         (None, None, Some(name)) => name.to_string_lossy().into_owned(),
         (None, None, None) => "model".to_owned(),
     };
@@ -178,14 +178,14 @@ pub fn label_of_absent(argument: &Path) -> String {
         Component::Normal(name) => Some(name.to_string_lossy().into_owned()),
         _ => None,
     });
-    snapshot_label(argument).or_else(by_hub).or(last).unwrap_or_else(|| "model".to_owned())
+    snapshot_label(argument).map(str::to_owned).or_else(by_hub).or(last).unwrap_or_else(|| "model".to_owned())
 }
 
 /// `…/models--org--name/snapshots/<commit>` → `org--name`.
-fn snapshot_label(root: &Path) -> Option<String> {
+pub fn snapshot_label(root: &Path) -> Option<&str> {
     let snapshots = root.parent()?;
     let folder = snapshots.parent()?.file_name()?.to_str()?;
-    (snapshots.file_name()? == "snapshots").then(|| folder.strip_prefix("models--"))?.map(str::to_owned)
+    (snapshots.file_name()? == "snapshots").then(|| folder.strip_prefix("models--"))?
 }
 
 /// The digest that the hub gave a file of a hub cache: the name of its blob, for a large file the SHA-256 of its bytes.

@@ -19,7 +19,7 @@ use crate::daemon::promise::Promise;
 use crate::daemon::watch::MemoryWatch;
 use crate::engine;
 use crate::error::{Error, Kind, Result, shown};
-use crate::load::{self, Options, Placement, READ_BYTES_DEFAULT, Watch, placement};
+use crate::load::{self, Options, Placement, READ_BYTES_DEFAULT, Watch, digest, placement};
 use crate::manifest::{self, FileEntry, Manifest};
 use crate::memory::{self, Hashing, Resident, Settings};
 use crate::plan::{self, Plan};
@@ -124,7 +124,7 @@ pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
     options.check()?;
     options.placement.apply()?;
     let engine = engine::Selected::probe(engine::Choice::from_name(&tuning.engine)?, tuning.queue_depth)?;
-    let hashing_threads = if config.verify { hashing_threads() } else { 0 };
+    let hashing_threads = if config.verify { digest::threads() } else { 0 };
     let lowest_descriptor = lowest_descriptor(plan, &engine, options.workers, hashing_threads)?;
     let hashing = config.verify.then(|| Hashing { threads: hashing_threads, ..Hashing::default() });
     Ok(Settings {
@@ -137,11 +137,6 @@ pub(super) fn settings(config: &Config, plan: &Plan) -> Result<Settings> {
         hashing,
         stands_for: None,
     })
-}
-
-/// As many threads hash as there are cores for this process: hashing is slower than reading.
-fn hashing_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// What a worker takes at a time. Under a limit not more than it reads in about half a second: progress goes by

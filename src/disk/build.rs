@@ -120,12 +120,16 @@ pub(super) fn build_on(
 /// Which files are passed through is no matter of a generation: it holds them all. Nor is the directory of a hub
 /// snapshot: another commit with the same files is the same model.
 pub fn differences(generation: &Generation, selection: &Selection, lines_max: usize) -> Vec<String> {
-    let now = loaded_whole(selection);
+    differences_whole(generation, &loaded_whole(selection), lines_max)
+}
+
+/// The same for a selection of which nothing is passed through.
+fn differences_whole(generation: &Generation, now: &Selection, lines_max: usize) -> Vec<String> {
     let mut before = Selection::of_manifest(generation.manifest());
     if hub::same_source(&before.root, &now.root) {
         before.root.clone_from(&now.root);
     }
-    identity::differences(&before, &now, lines_max)
+    identity::differences(&before, now, lines_max)
 }
 
 /// The selection with nothing passed through.
@@ -145,7 +149,7 @@ fn find_fresh(
 ) -> Result<Option<Generation>> {
     let Some(newest) = store.newest(request.name)? else { return Ok(None) };
     check_owner(&newest, selection, request.name)?;
-    if request.refresh || !differences(&newest, selection, 1).is_empty() {
+    if request.refresh || !differences_whole(&newest, selection, 1).is_empty() {
         return Ok(None);
     }
     match newest.selection(&[]) {

@@ -4,7 +4,6 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -22,15 +21,14 @@ use super::{journal, manifest};
 use crate::budget;
 use crate::error::{Error, Kind, Result, shown};
 use crate::hub;
-use crate::load::buffers::Pool;
-use crate::load::digest::hashed;
-use crate::load::{self, Options, Sink, Vessel};
+use crate::load::buffers::{Passing, Pool};
+use crate::load::digest::{self, hashed};
+use crate::load::{self, Options, Sink};
 use crate::manifest::{Digest, FileEntry, Manifest, SCHEMA};
-use crate::plan::{Chunk, Plan, lay_out};
+use crate::plan::{Plan, lay_out};
 use crate::source::{
     ChangeTime, Direct, Identity, Method, SelectedFile, Selection, SourceFile, changed, check_unchanged,
 };
-use crate::sys::map::Window;
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
 
 /// What a build knows.
@@ -303,12 +301,9 @@ impl Copying<'_> {
         let found: Mutex<HashMap<usize, Digest>> = Mutex::default();
         let shared: &[Piece] = pieces;
         // A target of this plan may stand for several pieces, whose source's inodes were one file of a generation.
-        let pieces_of = |target: usize| {
-            let is_of = |position: &usize| plan.target_of_file[*position] == Some(target);
-            (0..taken.len()).filter(is_of).map(|position| taken[position]).collect::<Vec<usize>>()
-        };
+        let positions_of = plan.files_of_targets();
         let digested = |target: usize, digest: Digest| {
-            for index in pieces_of(target) {
+            for index in positions_of[target].iter().map(|&position| taken[position]) {
                 let piece = &shared[index];
                 if matches!(piece.way, Way::Reused(noted) if noted != digest) {
                     continue;
@@ -325,7 +320,7 @@ impl Copying<'_> {
             }
             Ok(())
         };
-        let sink = Discard { pool: &reading.pool, digested: &digested };
+        let sink = Passing { pool: &reading.pool, digested: &digested };
         // What is on disk counts, not what the page cache has of it. Other generations may take and drop links to
         // these files meanwhile; that they are what was noted is told by their digests.
         let options = Options { direct: Direct::Storage, may_be_linked: true, ..Options::default() };
@@ -419,12 +414,11 @@ impl Copying<'_> {
         reading: &Reading,
         options: Options,
     ) -> Result<Vec<Digest>> {
-        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let start_engine = || self.medium.start_reader(&self.request.engine);
         let options = Options { workers: reading.workers, ..options };
         let watch = Forward(self.watch);
         let load = |sink: &dyn Sink| load::run(plan, files, &start_engine, sink, &watch, &options);
-        hashed(plan, sink, threads, load).map(|(_, digests)| digests)
+        hashed(plan, sink, digest::threads(), load).map(|(_, digests)| digests)
     }
 
     /// Compares with what the hub calls the file.
@@ -490,32 +484,6 @@ struct Reading {
     chunk_bytes: u64,
 }
 
-/// A sink of bytes that are only to be hashed.
-struct Discard<'a> {
-    pool: &'a Pool,
-    digested: &'a (dyn Fn(usize, Digest) -> Result<()> + Sync),
-}
-
-impl Sink for Discard<'_> {
-    fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>> {
-        let window = self.pool.take(chunk.bytes as usize)?;
-        Ok(window.map(|window| Vessel { window, collapse: false }))
-    }
-
-    fn wait_for_room(&self) {
-        self.pool.wait();
-    }
-
-    fn filled(&self, _chunk: &Chunk, window: Window, _huge_bytes: u64) -> Result<()> {
-        self.pool.give(window);
-        Ok(())
-    }
-
-    fn digested(&self, target: usize, digest: Digest) -> Result<()> {
-        (self.digested)(target, digest)
-    }
-}
-
 /// The watch of a build as that of a load. Files are told when they are whole on disk, not when they were read.
 struct Forward<'a>(&'a dyn Watch);
 
@@ -547,14 +515,7 @@ fn sums_of(selection: &Selection, pieces: &[Piece]) -> Copied {
 
 /// The plan of some distinct files, each read in order, and the files.
 fn plan_of(files: Vec<SelectedFile>, chunk_bytes: u64) -> (Plan, Vec<SelectedFile>) {
-    let selection = Selection {
-        root: PathBuf::new(),
-        rules: Default::default(),
-        files,
-        directory_links: Vec::new(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
-    };
+    let selection = Selection::of_files(PathBuf::new(), files);
     (lay_out(&selection, chunk_bytes).by_file(), selection.files)
 }
 

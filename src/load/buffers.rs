@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
+use super::{Sink, Vessel};
 use crate::error::{Error, Result};
-use crate::plan::SMALL_BYTES_MAX;
+use crate::manifest::Digest;
+use crate::plan::{Chunk, SMALL_BYTES_MAX};
 use crate::sys::map::{Mapping, Window};
 use crate::sys::memfd;
 use crate::units::{HUGE_PAGE_BYTES, PAGE_BYTES, round_up};
@@ -183,6 +185,34 @@ impl Area {
         let (first, end) = (window.start().div_ceil(huge), (window.start() + window.len()) / huge);
         let fresh = (first..end).filter(|&extent| !std::mem::replace(&mut self.is_prepared[extent], true));
         fresh.map(|extent| extent * huge - window.start()).collect()
+    }
+}
+
+/// A sink of bytes that only pass through, to be hashed: what is full goes back to the pool at once.
+pub struct Passing<'a> {
+    /// Where the windows are from.
+    pub pool: &'a Pool,
+    /// Told of each digest: see [`Sink::digested`].
+    pub digested: &'a (dyn Fn(usize, Digest) -> Result<()> + Sync),
+}
+
+impl Sink for Passing<'_> {
+    fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>> {
+        let window = self.pool.take(chunk.bytes as usize)?;
+        Ok(window.map(|window| Vessel { window, collapse: false }))
+    }
+
+    fn wait_for_room(&self) {
+        self.pool.wait();
+    }
+
+    fn filled(&self, _chunk: &Chunk, window: Window, _huge_bytes: u64) -> Result<()> {
+        self.pool.give(window);
+        Ok(())
+    }
+
+    fn digested(&self, target: usize, digest: Digest) -> Result<()> {
+        (self.digested)(target, digest)
     }
 }
 

@@ -11,6 +11,11 @@ use crate::manifest::Digest;
 use crate::plan::{Chunk, Plan};
 use crate::sys::map::Window;
 
+/// As many threads as there are cores for this process: hashing keeps one busy, and is slower than reading.
+pub fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Runs `load` with a sink that hashes what passes through it to `inner`, and gives the digest of each target, in the
 /// order of the plan's targets, with what `load` gives.
 ///

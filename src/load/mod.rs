@@ -309,14 +309,7 @@ mod tests {
     use crate::source::Selection;
 
     fn plan_of(lengths: &[u64]) -> Plan {
-        let selection = Selection {
-            root: "/m".into(),
-            rules: Default::default(),
-            files: Vec::new(),
-            directory_links: Vec::new(),
-            excluded: Vec::new(),
-            warnings: Vec::new(),
-        };
+        let selection = Selection::of_files("/m", Vec::new());
         let targets = lengths.iter().map(|&bytes| Target { bytes, file: 0 }).collect();
         Plan { targets, ..lay_out(&selection, 1) }
     }

@@ -66,6 +66,17 @@ impl Plan {
         self.targets.iter().fold(0, |sum, target| sum.saturating_add(round_up(target.bytes, PAGE_BYTES)))
     }
 
+    /// For each target the files of the selection that it is for, in their order: several where they are one inode.
+    pub fn files_of_targets(&self) -> Vec<Vec<usize>> {
+        let mut files = vec![Vec::new(); self.targets.len()];
+        for (file, target) in self.target_of_file.iter().enumerate() {
+            if let Some(target) = *target {
+                files[target].push(file);
+            }
+        }
+        files
+    }
+
     /// The longest target.
     pub fn bytes_of_longest(&self) -> u64 {
         self.targets.iter().map(|target| target.bytes).max().unwrap_or(0)
@@ -162,7 +173,6 @@ fn batch(plan: &Plan) -> Vec<Range<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::SelectionRules;
     use crate::source::{Identity, SelectedFile};
     use proptest::prelude::*;
 
@@ -173,20 +183,14 @@ mod tests {
             identity: Identity { device: 1, inode, bytes, mtime_seconds: 0, mtime_nanoseconds: 0 },
             passthrough,
         });
-        Selection {
-            root: "/m".into(),
-            rules: SelectionRules::default(),
-            files: files.collect(),
-            directory_links: Vec::new(),
-            excluded: Vec::new(),
-            warnings: Vec::new(),
-        }
+        Selection::of_files("/m", files.collect())
     }
 
     #[test]
     fn two_links_to_one_inode_are_one_target() {
         let plan = lay_out(&selection(&[(7, 10, false), (8, 20, false), (7, 10, false), (9, 5, true)]), 1);
         assert_eq!(plan.target_of_file, [Some(0), Some(1), Some(0), None]);
+        assert_eq!(plan.files_of_targets(), [vec![0, 2], vec![1]]);
         assert_eq!(plan.bytes(), 30);
         assert_eq!(plan.allocated_bytes(), 8192);
         assert_eq!(plan.jobs.as_slice(), std::slice::from_ref(&(0..2)));

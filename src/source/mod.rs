@@ -34,6 +34,18 @@ pub struct Selection {
 }
 
 impl Selection {
+    /// Some files and nothing else: nothing was asked for, and nothing left out.
+    pub fn of_files(root: impl Into<PathBuf>, files: Vec<SelectedFile>) -> Selection {
+        Selection {
+            root: root.into(),
+            rules: SelectionRules::default(),
+            files,
+            directory_links: Vec::new(),
+            excluded: Vec::new(),
+            warnings: Vec::new(),
+        }
+    }
+
     /// Bytes of the files to load: each distinct inode once, passed-through files not counted.
     /// Saturates.
     pub fn bytes(&self) -> u64 {

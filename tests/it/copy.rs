@@ -76,14 +76,7 @@ pub(crate) fn select(directory: &Path) -> Selection {
         })
         .collect();
     files.sort_by(|one, other| one.path.cmp(&other.path));
-    Selection {
-        root: directory.to_owned(),
-        rules: Default::default(),
-        files,
-        directory_links: Vec::new(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
-    }
+    Selection::of_files(directory, files)
 }
 
 pub(crate) fn settings(

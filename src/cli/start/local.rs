@@ -15,7 +15,7 @@ use crate::disk::store::Unreadable;
 use crate::disk::{self, Generation};
 use crate::engine::{self, Selected};
 use crate::error::{Error, Kind, Result, shown};
-use crate::hub::ModelDir;
+use crate::hub::{self, ModelDir};
 use crate::manifest::SelectionRules;
 use crate::registry::{BaseDir, Name};
 use crate::source::Selection;
@@ -143,12 +143,10 @@ impl LocalCache {
     pub(super) fn prepare(&self, config: &Config, selection: &Selection) -> Result<Origin> {
         let source = Path::new(&config.source);
         let store = self.root.create(source)?;
-        // A generation holds what is passed through as well: it stands for the source.
-        let mut whole = Selection { rules: unpassed(&config.rules), ..selection.clone() };
-        whole.files.iter_mut().for_each(|file| file.passthrough = false);
         let request = disk::Request {
             name: &self.name,
-            selection: &whole,
+            // A generation holds what is passed through as well: it stands for the source.
+            selection,
             refresh: self.refresh,
             workers: self.workers,
             chunk_bytes: config.tuning.chunk_bytes,
@@ -192,7 +190,7 @@ fn is_meant(argument: &Path, source: &Path) -> bool {
 
 /// Whether `argument` is `org/name`, or that with the beginning of a commit, and `source` that model's snapshot.
 fn is_model_of_hub(argument: &Path, source: &Path) -> bool {
-    let parts = || Some((argument.to_str()?, snapshot_label(source)?, source.file_name()?.to_str()?));
+    let parts = || Some((argument.to_str()?, hub::snapshot_label(source)?, source.file_name()?.to_str()?));
     let Some((argument, label, commit)) = parts() else { return false };
     let (model, revision) = argument.split_once('@').unwrap_or((argument, ""));
     model.replacen('/', "--", 1) == label && commit.starts_with(revision)
@@ -213,19 +211,13 @@ fn other_revision(argument: &Path, source: &Path) -> Option<String> {
     })
 }
 
-/// `…/models--org--name/snapshots/<commit>` → `org--name`.
-fn snapshot_label(source: &Path) -> Option<&str> {
-    let snapshots = source.parent().filter(|parent| parent.ends_with("snapshots"))?;
-    snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")
-}
-
 /// What the directory is called, as if it could be looked at: see [`ModelDir::label`].
 fn label(argument: &Path, source: &Path) -> String {
     let own = source.file_name();
     let given =
         argument.file_name().filter(|given| Some(*given) != own && !is_model_of_hub(argument, source));
     let text = |name: &std::ffi::OsStr| name.to_string_lossy().into_owned();
-    let by_itself = || snapshot_label(source).map(str::to_owned).or_else(|| own.map(text));
+    let by_itself = || hub::snapshot_label(source).map(str::to_owned).or_else(|| own.map(text));
     given.map(text).or_else(by_itself).unwrap_or_else(|| "model".to_owned())
 }
 

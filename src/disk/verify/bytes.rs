@@ -7,22 +7,18 @@ use std::sync::{Mutex, MutexGuard};
 use super::{Finding, Present, Watch, cancelled};
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
-use crate::load::buffers::Pool;
-use crate::load::digest::hashed;
-use crate::load::{self, Options, Sink, StartEngine, Vessel};
+use crate::load::buffers::{Passing, Pool};
+use crate::load::digest::{self, hashed};
+use crate::load::{self, Options, StartEngine};
 use crate::manifest::Digest;
-use crate::plan::{self, Chunk, Plan};
-use crate::source::{Direct, SelectedFile, Selection};
-use crate::sys::map::Window;
+use crate::plan::{self, Plan};
+use crate::source::{Direct, Selection};
 
 /// What is read before it is hashed.
 const CHUNK_BYTES: u64 = 8 << 20;
 
 /// Files that are read at the same time, at the most.
 const FILES_AT_ONCE_MAX: usize = 16;
-
-/// What is read together: one large file, or several small ones. As one load, so that what fails is known by it.
-type Group = Vec<SelectedFile>;
 
 /// Reads and hashes every file, each distinct inode once. What is wrong goes to `findings`; gives the bytes read.
 pub(super) fn check(
@@ -32,17 +28,14 @@ pub(super) fn check(
     watch: &dyn Watch,
     findings: &mut Vec<Finding>,
 ) -> Result<u64> {
-    let selection = selection_of(root, present.iter().map(|present| present.file.clone()).collect());
+    let selection = Selection::of_files(root, present.iter().map(|present| present.file.clone()).collect());
     let plan = plan::lay_out(&selection, CHUNK_BYTES).by_file();
     let groups = groups(&plan);
-    let mut files_of_target = vec![Vec::new(); plan.targets.len()];
-    for (file, target) in plan.target_of_file.iter().enumerate() {
-        files_of_target[target.expect("no file is passed through")].push(file);
-    }
+    assert!(plan.target_of_file.iter().all(Option::is_some), "no file is passed through");
     let checking = Checking {
         root,
         present,
-        files_of_target,
+        files_of_target: plan.files_of_targets(),
         start_engine,
         watch,
         next: AtomicUsize::new(0),
@@ -52,8 +45,7 @@ pub(super) fn check(
         findings: Mutex::new(Vec::new()),
     };
     // Each hashes one file at a time: as many as keep all cores busy, and one that waits for the device meanwhile.
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let at_once = (cores + 1).min(FILES_AT_ONCE_MAX).min(groups.len());
+    let at_once = (digest::threads() + 1).min(FILES_AT_ONCE_MAX).min(groups.len());
     std::thread::scope(|scope| {
         for index in 1..at_once {
             let thread = std::thread::Builder::new().name(format!("verify-{index}"));
@@ -85,18 +77,6 @@ fn groups(plan: &Plan) -> Vec<Vec<usize>> {
         groups.push(empty);
     }
     groups
-}
-
-/// A selection of `files` and nothing else.
-fn selection_of(root: &Path, files: Group) -> Selection {
-    Selection {
-        root: root.to_owned(),
-        rules: Default::default(),
-        files,
-        directory_links: Vec::new(),
-        excluded: Vec::new(),
-        warnings: Vec::new(),
-    }
 }
 
 struct Checking<'a> {
@@ -146,17 +126,22 @@ impl Checking<'_> {
     /// The digests of some targets. The outer error is not the files' own, and ends the check.
     fn digests(&self, targets: &[usize], pool: &mut Pool) -> Result<std::result::Result<Vec<Digest>, Error>> {
         let file = |&target: &usize| self.present[self.files_of_target[target][0]].file.clone();
-        let selection = selection_of(self.root, targets.iter().map(file).collect());
+        let selection = Selection::of_files(self.root, targets.iter().map(file).collect());
         let plan = plan::lay_out(&selection, CHUNK_BYTES).by_file();
         let options = Options { direct: Direct::Storage, may_be_linked: true, ..Options::default() };
         let failed_to_start = AtomicBool::new(false);
         let start = || -> Result<Box<dyn Engine>> {
             (self.start_engine)().inspect_err(|_| failed_to_start.store(true, Ordering::Relaxed))
         };
-        let sink = Passing { pool, digests: Mutex::new(vec![None; targets.len()]) };
+        let digests = Mutex::new(vec![None; targets.len()]);
+        let digested = |target: usize, digest| {
+            lock(&digests)[target] = Some(digest);
+            Ok(())
+        };
+        let sink = Passing { pool, digested: &digested };
         let outcome =
             hashed(&plan, &sink, 1, |sink| load::run(&plan, &selection.files, &start, sink, self, &options));
-        let known: Option<Vec<Digest>> = lock(&sink.digests).iter().copied().collect();
+        let known: Option<Vec<Digest>> = lock(&digests).iter().copied().collect();
         match (outcome, known) {
             (Ok((_, digests)), _) => Ok(Ok(digests)),
             // All was read, and the digests tell what the bytes were. What changed may be no more than the number of
@@ -225,33 +210,6 @@ impl load::Watch for Checking<'_> {
 
     fn cancelled(&self) -> bool {
         self.stop.load(Ordering::Relaxed) || self.watch.cancelled()
-    }
-}
-
-/// A sink that keeps nothing but the digests.
-struct Passing<'a> {
-    pool: &'a Pool,
-    digests: Mutex<Vec<Option<Digest>>>,
-}
-
-impl Sink for Passing<'_> {
-    fn open(&self, chunk: &Chunk) -> Result<Option<Vessel>> {
-        let window = self.pool.take(chunk.bytes as usize)?;
-        Ok(window.map(|window| Vessel { window, collapse: false }))
-    }
-
-    fn wait_for_room(&self) {
-        self.pool.wait();
-    }
-
-    fn filled(&self, _: &Chunk, window: Window, _: u64) -> Result<()> {
-        self.pool.give(window);
-        Ok(())
-    }
-
-    fn digested(&self, target: usize, digest: Digest) -> Result<()> {
-        lock(&self.digests)[target] = Some(digest);
-        Ok(())
     }
 }
 
